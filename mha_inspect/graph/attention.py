@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record.ops import Op, TensorRef
-from .dimensions import Dim, Dimensions, DimensionsOf, wide
+from .dimensions import Axis, Dim, Dimensions, DimensionsOf, wide
 from .products import Product
 
 
@@ -100,12 +100,16 @@ class Attention:
 
     def first_projection(self, side: str) -> Op | None:
         """Return the first of the successive projections of a side; None if there is no projection."""
-        return next(iter(self.earlier.get(side, ())), self.projections.get(side))
+        earlier = self.earlier.get(side)
+        return earlier[0] if earlier else self.projections.get(side)
 
     @property
     def turns(self) -> tuple[Attention, ...]:
         """The turns of a loop over heads, the pieces, or the attention itself: all tensors of a turn are real."""
-        return tuple(real for turn in self.branches or self.pieces for real in turn.turns) or (self,)
+        turns: list[Attention] = []
+        for turn in self.branches or self.pieces:
+            turns += turn.turns
+        return tuple(turns) or (self,)
 
     @property
     def is_dot(self) -> bool:
@@ -115,10 +119,14 @@ class Attention:
     @property
     def weights_changed(self) -> bool:
         """Whether the weights are gated, masked or picked before the product with the values."""
-        return any(
-            op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
-            for op in self.weights_path
-        )
+        return any(map(_changes_weights, self.weights_path))
+
+
+def _changes_weights(op: Op) -> bool:
+    """Return whether an operation gates, masks or picks weights."""
+    if op.does("picks"):
+        return True
+    return op.kind == "compute" and op.pointwise and op.base_name != "_to_copy"
 
 
 def features_place(projection: Op | None, rank: int) -> int:
@@ -136,12 +144,25 @@ def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> lis
 
 def given_features(attention: Attention, dimensions: DimensionsOf, side: str) -> int:
     """Return which dimension of a query, key or value has the features, before any projection."""
-    dims, op = dimensions.of(attention.stages[side]), attention.first_projection(side)
+    dims = dimensions.of(attention.stages[side])
+    op = attention.first_projection(side)
     if op is None:
         return -1
     # Features that were moved before their projection are in another dimension here.
-    convolved = op.base_name == "convolution"
-    read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
-    summed = set(wide(*(source[1 if convolved else -1] for source in read if len(source) > convolved)))
-    moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
-    return moved[0] if len(moved) == 1 else 1 if convolved and len(dims) > 2 else -1
+    summed = _summed_axes(dimensions, op)
+    moved = []
+    for place, dim in enumerate(dims):
+        if place and dim and summed.issuperset(dim):
+            moved.append(place)
+    if len(moved) == 1:
+        return moved[0]
+    return 1 if op.base_name == "convolution" and len(dims) > 2 else -1
+
+
+def _summed_axes(dimensions: DimensionsOf, projection: Op) -> set[Axis]:
+    """Return the axes of the features of what a projection reads, in any of its operands."""
+    if projection.base_name == "convolution":
+        source = dimensions.of(projection.inputs[0])
+        return set(wide(source[1])) if len(source) > 1 else set()
+    sources = [dimensions.of(tensor) for tensor in projection.inputs]
+    return set(wide(*(source[-1] for source in sources if source)))

@@ -22,7 +22,6 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -64,14 +63,28 @@ def resolve(dim: Dim) -> Dim:
     """Return the atoms of a dimension, with every split atom replaced by its parts."""
     for atom in dim:
         if atom.parts:
-            return tuple([leaf for part in dim for leaf in (_leaves(part) if part.parts else (part,))])
+            return _resolved(dim)
     return dim
+
+
+def _resolved(dim: Dim) -> Dim:
+    """Return the atoms of a dimension of which some are split."""
+    leaves: list[Axis] = []
+    for atom in dim:
+        if atom.parts:
+            leaves += _leaves(atom)
+        else:
+            leaves.append(atom)
+    return tuple(leaves)
 
 
 def _leaves(atom: Axis) -> Dim:
     """Return the final parts of an atom, and cache them in the atom."""
     while any(part.parts for part in atom.parts):
-        atom.parts = tuple([leaf for part in atom.parts for leaf in part.parts or (part,)])
+        leaves: list[Axis] = []
+        for part in atom.parts:
+            leaves += part.parts or (part,)
+        atom.parts = tuple(leaves)
     return atom.parts
 
 
@@ -92,27 +105,49 @@ def fresh(size: int) -> Dim:
 
 def join(dims: Sequence[Dim]) -> Dim:
     """Return the concatenation of dimensions: the dimension that they are all the pieces of, otherwise a new one."""
-    sizes = [size_of(dim) for dim in dims]
-    firsts = [(resolve(dim)[:1], size) for dim, size in zip(dims, sizes, strict=True)]
-    cuts = [(*first[0].origins[size], size) for first, size in firsts if first and size in first[0].origins]
-    if len(cuts) == len(dims):
-        whole = resolve(cuts[0][0])
-        _, starts, lengths = zip(*sorted(cuts, key=lambda cut: cut[1]), strict=True)
-        ends = list(accumulate(lengths, initial=0))
-        if [*starts, size_of(whole)] == ends and all(resolve(source) == whole for source, _, _ in cuts):
-            return whole
-    atom = Axis(sum(sizes))
+    whole = _cut_into(dims)
+    if whole is not None:
+        return whole
+    atom = Axis(sum(map(size_of, dims)))
     atom.joined = tuple(dims)
     return (atom,)
 
 
+def _cut_into(dims: Sequence[Dim]) -> Dim | None:
+    """Return the dimension that these are all the pieces of, in any order; None if there is none."""
+    sources: list[Dim] = []
+    cuts: list[tuple[int, int]] = []
+    for dim in dims:
+        size = size_of(dim)
+        first = resolve(dim)[:1]
+        if not first or size not in first[0].origins:
+            return None
+        source, start = first[0].origins[size]
+        sources.append(source)
+        cuts.append((start, size))
+    if not cuts:
+        return None
+    end = 0
+    for start, size in sorted(cuts, key=lambda cut: cut[0]):
+        if start != end:
+            return None
+        end += size
+    whole = resolve(sources[0])
+    if size_of(whole) != end:
+        return None
+    is_one_source = all(resolve(source) == whole for source in sources)
+    return whole if is_one_source else None
+
+
 def piece(whole: Dim, start: int, size: int) -> Dim:
     """Return a slice of a dimension: a dimension that was joined into it, or a new one that remembers the cut."""
-    known = resolve(whole)
-    parts = known[0].joined if len(known) == 1 else ()
-    for part, at in zip(parts, accumulate(map(size_of, parts), initial=0), strict=False):
-        if at == start and size_of(part) == size:
-            return part
+    atoms = resolve(whole)
+    if len(atoms) == 1:
+        end = 0
+        for part in atoms[0].joined:
+            if end == start and size_of(part) == size:
+                return part
+            end += size_of(part)
     atom = Axis(size)
     atom.origins[size] = (whole, start)
     return (atom,)
@@ -130,7 +165,8 @@ def unify(left: Dim, right: Dim) -> bool:
     if size_of(a) != size_of(b) or not size_of(a):
         return False
     # Start at the last atom: leading atoms may be in another order, e.g. windows before or after the batch.
-    rest, others = [*wide(a)], [*wide(b)]
+    rest = [*wide(a)]
+    others = [*wide(b)]
     while rest and others:
         x, y = rest.pop(), others.pop()
         if x.parts or y.parts:  # an earlier merge may have split this atom
@@ -138,7 +174,7 @@ def unify(left: Dim, right: Dim) -> bool:
             others.extend(wide(resolve((y,))))
         elif x is y:
             continue
-        elif x in others or y in rest or y in resolve(x.twins) or x in resolve(y.twins):
+        elif x in others or y in rest or _are_twins(x, y):
             return False  # the same axes in another order, or twins
         elif x.size == y.size:
             _merge(x, y)
@@ -151,17 +187,22 @@ def unify(left: Dim, right: Dim) -> bool:
     return True
 
 
+def _are_twins(x: Axis, y: Axis) -> bool:
+    return y in resolve(x.twins) or x in resolve(y.twins)
+
+
 def _merge(x: Axis, y: Axis) -> None:
     """Replace `y` by `x`, and unify the dimensions that both were cut from, counted by or joined of."""
-    y.parts, x.repeats = (x,), x.repeats and y.repeats
+    y.parts = (x,)
+    x.repeats = x.repeats and y.repeats
     if y.twins:
         x.twins = (*y.twins, *x.twins)[:_MANY]
     for size, counter in y.counters.items():
         unify(x.counters.setdefault(size, counter), counter)
-    for size, (whole, start) in y.origins.items():
-        known, place = x.origins.setdefault(size, (whole, start))
-        if place == start:
-            unify(known, whole)
+    for size, cut in y.origins.items():
+        whole, start = x.origins.setdefault(size, cut)
+        if start == cut[1]:
+            unify(whole, cut[0])
     if list(map(size_of, x.joined)) == list(map(size_of, y.joined)):
         for left, right in zip(x.joined, y.joined, strict=True):
             unify(left, right)
@@ -173,22 +214,30 @@ def _split(atom: Axis, last: Axis) -> Axis:
     first = Axis(atom.size // last.size, repeats=atom.repeats)
     first.counters, first.origins = atom.counters, atom.origins
     atom.parts = (first, last)
-    for twin_atom in atom.twins:  # the parts of twins are twins too
-        leaves = resolve((twin_atom,))
-        if len(leaves) == 1 and leaves[0].size == atom.size and leaves[0] is not atom:
-            _split(leaves[0], Axis(last.size))
-            leaves = leaves[0].parts
-        if [leaf.size for leaf in leaves] == [first.size, last.size]:
-            for part, leaf in zip(atom.parts, leaves, strict=True):
-                part.twins = (leaf, *part.twins)[:_MANY]
+    for twin_atom in atom.twins:
+        _split_alike(twin_atom, atom)
     return first
 
 
-def twin(dim: Dim, known: Iterable[Axis]) -> Dim:
-    """Return a dimension in which every known axis is replaced by a new axis of the same size, its twin."""
+def _split_alike(twin_atom: Axis, atom: Axis) -> None:
+    """Split the twin of an atom that was split, and make the parts of both twins."""
+    first, last = atom.parts
+    leaves = resolve((twin_atom,))
+    if len(leaves) == 1:
+        leaf = leaves[0]
+        if leaf.size == atom.size and leaf is not atom:
+            _split(leaf, Axis(last.size))
+            leaves = leaf.parts
+    if [leaf.size for leaf in leaves] == [first.size, last.size]:
+        for part, leaf in zip(atom.parts, leaves, strict=True):
+            part.twins = (leaf, *part.twins)[:_MANY]
+
+
+def twin(dim: Dim, axes: Iterable[Axis]) -> Dim:
+    """Return a dimension in which each of these axes is replaced by a new axis of the same size, its twin."""
     atoms = []
     for atom in resolve(dim):
-        if atom.size > 1 and atom in known:
+        if atom.size > 1 and atom in axes:
             twin_atom = Axis(atom.size)
             twin_atom.twins = (atom,)
             atom = twin_atom
@@ -203,33 +252,55 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
     """
     if 0 in shape:  # an empty tensor gives no evidence of where an axis goes
         return tuple(map(fresh, shape))
-    left = [atom for dim in reversed(dims) for atom in reversed(resolve(dim))]
+    left: list[Axis] = []
+    for dim in reversed(dims):
+        left += reversed(resolve(dim))
     result: list[Dim] = []
     for place, size in enumerate(shape):
         if size == 1:
-            result.append((left.pop(),) if left and left[-1].size == 1 else fresh(1))
+            has_single = bool(left) and left[-1].size == 1
+            result.append((left.pop(),) if has_single else fresh(1))
             continue
-        taken: list[Axis] = []
-        got = 1
-        while left and got < size:
-            atom = left.pop()
-            if size % (got * atom.size) == 0:
-                taken.append(atom)
-                got *= atom.size
-            elif atom.size % (size // got) == 0 and size % got == 0:
-                last = Axis(atom.size * got // size, repeats=atom.repeats)
-                taken.append(_split(atom, last))
-                left.append(last)
-                got = size
-            else:  # the view cuts across an axis
-                return (*result, *map(fresh, shape[place:]))
-        if all(rest == 1 for rest in shape[place + 1 :]):
-            while len(left) > len(shape) - place - 1:
+        taken = _taken(left, size)
+        if taken is None:  # the view cuts across an axis
+            return (*result, *map(fresh, shape[place:]))
+        remaining = shape[place + 1 :]
+        if all(length == 1 for length in remaining):
+            while len(left) > len(remaining):
                 taken.append(left.pop())
         result.append(tuple(taken) if taken else fresh(size))
     return tuple(result)
 
 
+def _taken(left: list[Axis], size: int) -> list[Axis] | None:
+    """Take the next atoms from the end of a list, until they have this size together; split the last if needed.
+
+    None if their sizes do not fit.
+    """
+    taken: list[Axis] = []
+    total = 1
+    while left and total < size:
+        atom = left.pop()
+        if size % (total * atom.size) == 0:
+            taken.append(atom)
+            total *= atom.size
+        elif atom.size % (size // total) == 0 and size % total == 0:
+            last = Axis(atom.size * total // size, repeats=atom.repeats)
+            taken.append(_split(atom, last))
+            left.append(last)
+            total = size
+        else:
+            return None
+    return taken
+
+
 def setting(op: Op, place: int, name: str, default: Any = None) -> Any:
     """Return a plain argument of an operation, by position or by name; `default` if it is absent."""
-    return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
+    if place < len(op.args):
+        return op.args[place]
+    return op.kwargs.get(name, default)
+
+
+def plain_name(op: Op) -> str:
+    """Return the name of an operation, also for the one that writes its result over its input: `add` for `add_`."""
+    return op.base_name.rstrip("_")

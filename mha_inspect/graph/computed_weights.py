@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from ..record.ops import Op, Recording, TensorRef
+from .ids import any_in, ids_of
 
 _Through = Callable[[Op], bool]
 
@@ -34,27 +35,35 @@ class Graph(Protocol):
         """Yield the steps to the tensors that a tensor was computed from."""
 
 
-def computed_weights(graph: Graph, known: Collection[int], from_inputs: Collection[int]) -> set[int]:
+def computed_weights(
+    graph: Graph,
+    learned: Collection[int],
+    from_inputs: Collection[int],
+) -> set[int]:
     """Return the ids of computed weights, and of all that they are computed from by way of other tensors.
 
     Args:
         graph: the dataflow; its weights are not known yet.
-        known: ids of parameters, and of tensors that are made of these element by element.
+        learned: ids of parameters, and of tensors that are made of these element by element.
         from_inputs: ids of tensors that depend on an input of the run.
     """
-    candidates = graph.learned - set(from_inputs) - set(known)
+    candidates = graph.learned - set(from_inputs) - set(learned)
     if not candidates:
         return set()
-    found: set[int] = set()
+    weights = candidates | set(learned)
+    computed: set[int] = set()
     for op in graph.recording.ops:
-        weight = _weight_of(graph, op, candidates | set(known), from_inputs)
-        if weight is None or (weight.id in candidates and _is_compared_or_averaged(graph, op, weight)):
+        weight = _weight_of(graph, op, weights, from_inputs)
+        if weight is None:
             continue
-        found.update(read.id for read in (weight, *_biases(op, weight)) if read.id in candidates)
+        if weight.id in candidates and _is_compared_or_averaged(graph, op, weight):
+            continue
+        applied = {weight.id, *ids_of(_biases(op, weight))}
+        computed |= applied & candidates
     for op in reversed(graph.recording.ops):
-        if any(output.id in found for output in op.outputs):
-            found.update(read.id for read in op.inputs if read.id in candidates)
-    return found
+        if any_in(op.outputs, computed):
+            computed |= ids_of(op.inputs) & candidates
+    return computed
 
 
 def does_more_to_weights(op: Op) -> bool:
@@ -65,19 +74,27 @@ def does_more_to_weights(op: Op) -> bool:
     return op.kind == "compute" and not keeps and op.base_name != "_weight_norm_interface"
 
 
-def _weight_of(graph: Graph, op: Op, weights: set[int], from_inputs: Collection[int]) -> TensorRef | None:
+def _weight_of(
+    graph: Graph,
+    op: Op,
+    weights: set[int],
+    from_inputs: Collection[int],
+) -> TensorRef | None:
     """Return the tensor that a product or a convolution applies to an activation as a layer does; None for others."""
     if len(op.inputs) < 2 or op.does("distances"):
         return None
     if op.does("convolution"):
-        return op.inputs[1] if op.inputs[1].id in weights and op.inputs[0].id in from_inputs else None
-    if not op.does("product"):
+        activation, weight = op.inputs[:2]
+    elif op.does("product"):
+        left, right = op.inputs[-2:]
+        weight, activation = left, right
+        if right.id in weights:
+            weight, activation = right, left
+    else:
         return None
-    left, right = op.inputs[-2:]
-    weight, activation = (right, left) if right.id in weights else (left, right)
     if weight.id not in weights or activation.id not in from_inputs:
         return None
-    return weight if _is_one_matrix(weight) else None
+    return weight if op.does("convolution") or _is_one_matrix(weight) else None
 
 
 def _biases(op: Op, weight: TensorRef) -> list[TensorRef]:
@@ -95,12 +112,20 @@ def _is_compared_or_averaged(graph: Graph, op: Op, factor: TensorRef) -> bool:
     """Return whether a product gives the scores of a softmax, or reads the weights that a softmax gives."""
     if op.does("convolution"):
         return False
-    if any(reader.index in graph.softmaxes for reader, _ in graph.forward(op.output, _sums_nothing)):
-        return True
+    for reader, _ in graph.forward(op.output, _sums_nothing):
+        if reader.index in graph.softmaxes:
+            return True
     others = [read for read in op.inputs[-2:] if read is not factor]
-    steps = (step for other in others for step in graph.back(other, _sums_nothing))
-    producers = (graph.recording.producer(step.tensor) for step in steps)
-    return any(producer is not None and producer.index in graph.softmaxes for producer in producers)
+    return any(_is_of_softmax(graph, read) for read in others)
+
+
+def _is_of_softmax(graph: Graph, tensor: TensorRef) -> bool:
+    """Return whether a tensor is the weights that a softmax gives, or computed of these element by element."""
+    for step in graph.back(tensor, _sums_nothing):
+        producer = graph.recording.producer(step.tensor)
+        if producer is not None and producer.index in graph.softmaxes:
+            return True
+    return False
 
 
 def _sums_nothing(op: Op) -> bool:

@@ -35,9 +35,10 @@ from typing import NamedTuple
 
 from ..record.ops import Named, Op, Recording, TensorRef
 from ..record.tensors import uncollected
-from .axis import setting
+from .axis import plain_name, setting
 from .computed_weights import computed_weights
 from .dimensions import Axis, Dimensions, wide
+from .ids import any_in, ids_of
 from .part import Part, parts_behind, whole
 from .products import Product, product_of
 from .softmax import Softmax, softmax_of
@@ -75,31 +76,41 @@ class Graph:
     @cached_property
     def _weights(self) -> frozenset[int]:
         """Ids of parameters, of buffers that are matrices, and of the weights that are computed from these alone."""
-        buffers = (named.tensor for named in self.recording.buffers)
-        ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
+        ids = set(self.recording.parameter_names)
+        for named in self.recording.buffers:
+            if len(named.tensor.shape) == 2:
+                ids.add(named.tensor.id)
         for op in self.recording.ops:
-            if op.inputs and (op.is_collective or op.kind != "write") and self._is_of(op, ids):
-                weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
-                if weighs or op.kind != "compute" or op.is_collective:
-                    ids.update(tensor.id for tensor in (self.results(op) if op.is_collective else op.outputs))
+            if not op.inputs or not self._is_of(op, ids):
+                continue
+            if op.is_collective:
+                ids.update(ids_of(self.results(op)))
+            elif op.kind != "write" and _keeps_weights(op):
+                ids.update(ids_of(op.outputs))
         return frozenset(ids | computed_weights(self, ids, self._from_inputs))
 
     def _is_of(self, op: Op, weights: set[int]) -> bool:
         """Return whether an operation reads weights alone, or joins weights with constants, e.g. a bias with zeros."""
         if op.is_collective:  # it may also read the memory that it writes
             return op.inputs[-1].id in weights
-        if op.does("joins"):
-            weight = any(tensor.id in weights for tensor in op.inputs)
-            return weight and not any(tensor.id in self._from_inputs for tensor in op.inputs)
-        return op.inputs[0].id in weights and all(tensor.id in weights for tensor in op.inputs)
+        if not op.does("joins"):
+            return all(tensor.id in weights for tensor in op.inputs)
+        if any_in(op.inputs, self._from_inputs):
+            return False
+        return any_in(op.inputs, weights)
 
     @cached_property
     def _from_inputs(self) -> set[int]:
         """Ids of tensors that depend on an input of the run; parameters and buffers are no inputs."""
-        named = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
-        read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
-        outside = read - self.recording.producers.keys() - self.recording.scalars.keys() - named
-        return made_of(outside, self.recording.ops) | self.recording.input_ids
+        recording = self.recording
+        outside: set[int] = set()
+        for op in recording.ops:
+            outside.update(ids_of(op.inputs))
+        outside -= recording.producers.keys()
+        outside -= recording.scalars.keys()
+        for named in (*recording.parameters, *recording.buffers):
+            outside.discard(named.tensor.id)
+        return made_of(outside, recording.ops) | recording.input_ids
 
     @cached_property
     def given_or_learned(self) -> set[int]:
@@ -122,21 +133,39 @@ class Graph:
         tensors: dict[int, dict[int, TensorRef]] = {}
         for op in self.recording.ops:
             for tensor in op.inputs:
-                writer = self.recording.producer(tensor)
-                if writer is not None and all(output.id != tensor.id for output in writer.outputs):
-                    tensors.setdefault(writer.index, {})[tensor.id] = tensor
+                writer = self.producer(tensor)
+                if writer is None or tensor.id in ids_of(writer.outputs):
+                    continue
+                tensors.setdefault(writer.index, {})[tensor.id] = tensor
         return {index: list(by_id.values()) for index, by_id in tensors.items()}
 
     @cached_property
     def _cut_apart(self) -> set[int]:
         """Ids of tensors that depend on joined tensors, or on written memory, of which a part is cut off."""
         ops = self.recording.ops
-        views = (op for op in ops if op.kind == "view" and op.outputs and op.output.numel < op.inputs[0].numel)
-        cut = {op.output.storage for op in views}
-        made = (op for op in ops if op.outputs and (op.does("joins") or op.kind == "write"))
-        return made_of((tensor.id for op in made if op.output.storage in cut for tensor in self.results(op)), ops)
+        cut: set[int] = set()
+        for op in ops:
+            if op.kind != "view" or not op.outputs:
+                continue
+            if op.output.numel < op.inputs[0].numel:
+                cut.add(op.output.storage)
+        joined: list[int] = []
+        for op in ops:
+            if not op.outputs or op.output.storage not in cut:
+                continue
+            if op.kind == "write" or op.does("joins"):
+                joined += ids_of(self.results(op))
+        return made_of(joined, ops)
 
     # -- what a tensor is ---------------------------------------------------------------------------------------------
+
+    def producer(self, tensor: TensorRef) -> Op | None:
+        """Return the operation that made a tensor; None for a tensor from outside the run."""
+        return self.recording.producer(tensor)
+
+    def readers(self, tensor: TensorRef) -> tuple[Op, ...]:
+        """Return the operations that read a tensor, in order."""
+        return self.recording.consumers.get(tensor.id, ())
 
     def is_weight(self, tensor: TensorRef) -> bool:
         """Return whether this is a parameter, at most viewed, copied, cast or scaled."""
@@ -157,9 +186,14 @@ class Graph:
     @cached_property
     def features(self) -> set[Axis]:
         """The axes of the weights of all projections: the input features and the output features."""
-        projections = filter(self.is_projection, self.recording.ops)
-        weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
-        return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
+        axes: set[Axis] = set()
+        for op in self.recording.ops:
+            if not self.is_projection(op):
+                continue
+            for tensor in op.inputs:
+                if self.is_weight(tensor):
+                    axes.update(*self.dimensions.of(tensor))
+        return axes
 
     def parameters_in(self, storage: int) -> list[Named]:
         """Return the parameters in a memory: several if they are views of one tensor."""
@@ -176,29 +210,44 @@ class Graph:
 
     def is_projection(self, op: Op) -> bool:
         """Return whether this is a product or a convolution with a parameter; the projected tensor may be one too."""
-        if not op.does("product", "convolution") or len(op.inputs) < 2 or self.is_by_channel(op):
+        if len(op.inputs) < 2:
             return False
-        factors = op.inputs[-2:] if op.does("product") else op.inputs[1:2]
-        return any(factor.id in self._weights for factor in factors)
+        if op.does("product"):
+            return any_in(op.inputs[-2:], self._weights)
+        if not op.does("convolution") or self.is_by_channel(op):
+            return False
+        return op.inputs[1].id in self._weights
 
     def is_by_channel(self, op: Op) -> bool:
         """Return whether this is a convolution of each channel by itself, which mixes positions and no features."""
-        return op.does("convolution") and setting(op, 8, "groups", 1) == op.output.shape[1] == op.inputs[0].shape[1] > 1
+        if not op.does("convolution"):
+            return False
+        groups: int = setting(op, 8, "groups", 1)
+        return groups == op.output.shape[1] == op.inputs[0].shape[1] > 1
 
     def is_by_table(self, op: Op) -> bool:
         """Return whether this multiplies by square matrices that are neither given nor learned, e.g. of a rotation.
 
         Neither their rows nor their columns are split into heads.
         """
-        tables = [factor for factor in op.inputs[-2:] if factor.id not in self.given_or_learned]
-        if not op.does("product") or len(tables) != 1 or self.is_weight(tables[0]):
+        if not op.does("product"):
             return False
-        sides = [wide(dim) for dim in self.dimensions.of(tables[0])[-2:]]
-        return len(sides) == 2 and len(set(tables[0].shape[-2:])) == 1 == max(map(len, sides))
+        tables = [factor for factor in op.inputs[-2:] if factor.id not in self.given_or_learned]
+        if len(tables) != 1 or self.is_weight(tables[0]):
+            return False
+        table = tables[0]
+        if len(table.shape) < 2:
+            return False
+        *_, height, width = table.shape
+        *_, rows, columns = self.dimensions.of(table)
+        are_whole = max(len(wide(rows)), len(wide(columns))) == 1
+        return height == width and are_whole
 
     def is_by_head(self, op: Op) -> bool:
         """Return whether this multiplies heads by a matrix each, as absorbed projections of keys and values do."""
-        return op.base_name == "bmm" and self.is_projection(op) and op.output.shape[0] > 1
+        if op.base_name != "bmm" or op.output.shape[0] < 2:
+            return False
+        return self.is_projection(op)
 
     def projected(self, op: Op) -> TensorRef:
         """Return the tensor that a projection is applied to."""
@@ -215,11 +264,14 @@ class Graph:
             product = product_of(self.recording, op)
             if product is None or self.is_weight(product.left) or self.is_weight(product.right):
                 continue
-            # A multiplication with another reader, or with a table, is not a product written as mul and sum.
-            alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
-            if product.multiply is op or (alone and self.comes_from_inputs(product.left, product.right)):
+            if product.multiply is op or self._is_sum_of_products(product):
                 products[op.index] = product
         return products
+
+    def _is_sum_of_products(self, product: Product) -> bool:
+        """Return whether a multiplication and a sum are a product: no other operation reads it, and it has no table."""
+        readers = self.readers(product.multiply.output)
+        return len(readers) == 1 and self.comes_from_inputs(product.left, product.right)
 
     @cached_property
     def products_by_multiplication(self) -> dict[int, Product]:
@@ -230,20 +282,25 @@ class Graph:
         """Return the weight of a projection."""
         if op.base_name == "convolution":
             return op.inputs[1]
-        return op.inputs[-1] if self.is_weight(op.inputs[-1]) else op.inputs[-2]
+        left, right = op.inputs[-2:]
+        return right if self.is_weight(right) else left
 
     def places_of_weight(self, op: Op) -> tuple[int, int]:
         """Return the dimension of a projection's weight that is summed over, and that of its output features."""
         if op.base_name == "convolution":
-            return (0, 1) if setting(op, 6, "transposed", False) else (1, 0)
+            is_transposed = setting(op, 6, "transposed", False)
+            return (0, 1) if is_transposed else (1, 0)
         if len(self.weight_of(op).shape) < 2:
             return -1, -1
-        return (-1, -2) if self.projected(op) is op.inputs[-1] else (-2, -1)
+        is_right_factor = self.projected(op) is not op.inputs[-1]
+        return (-2, -1) if is_right_factor else (-1, -2)
 
     def norm_name(self, op: Op) -> str:
         """Return the kind of a norm that is one operation: `layer_norm`; empty for other operations."""
-        found = _NORM.search(op.base_name) if self.norms_scores(op) else None
-        return "" if found is None else found[0]
+        if not self.norms_scores(op):
+            return ""
+        match = _NORM.search(op.base_name)
+        return "" if match is None else match[0]
 
     def product(self, op: Op) -> Product | None:
         """Return the product without a parameter that an operation completes; None if it completes no such product."""
@@ -258,46 +315,64 @@ class Graph:
         """Return the number that an operation multiplies by; None if it is unknown or the operation is no scaling."""
         if not op.does("scales"):
             return None
-        divides = op.base_name.rstrip("_") == "div"
-        numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        tensors = op.inputs[1:] if divides else op.inputs
-        numbers += [number for tensor in tensors if (number := self._number(tensor)) is not None]
+        divides = plain_name(op) == "div"
+        numbers = [float(arg) for arg in op.args if type(arg) in (int, float)]
+        for tensor in op.inputs[1:] if divides else op.inputs:
+            number = self._number(tensor)
+            if number is not None:
+                numbers.append(number)
         if len(numbers) != 1 or numbers[0] == 0:
             return None
-        return 1 / float(numbers[0]) if divides else float(numbers[0])
+        return 1 / numbers[0] if divides else numbers[0]
 
     def _number(self, tensor: TensorRef) -> float | None:
         """Return the value of a tensor of one element; None if it is unknown."""
-        op = self.recording.producer(tensor) if tensor.numel == 1 else None
+        if tensor.id in self.recording.scalars:
+            return self.recording.scalars[tensor.id]
+        if tensor.numel != 1:
+            return None
+        op = self.producer(tensor)
         while op is not None and op.base_name == "pow":
-            op = self.recording.producer(op.inputs[0])
-        ones = 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
-        return self.recording.scalars.get(tensor.id, ones)
+            op = self.producer(op.inputs[0])
+        is_one = op is not None and op.base_name in ("ones", "ones_like")
+        return 1.0 if is_one else None
 
     def is_scale(self, op: Op) -> bool:
         """Return whether this multiplies every element by one number."""
-        return op.does("scales") and sum(tensor.numel > 1 for tensor in op.inputs) <= 1 and op.output.numel > 0
+        if not op.does("scales") or not op.output.numel:
+            return False
+        return sum(tensor.numel > 1 for tensor in op.inputs) <= 1
 
     def reduces(self, op: Op) -> bool:
         """Return whether this reduces features to scores: a projection, a sum, a mean, a norm or a distance."""
-        return self.is_projection(op) or op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm")
+        if op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm"):
+            return True
+        return self.is_projection(op)
 
     def bends(self, op: Op) -> bool:
         """Return whether this is a nonlinear function of one tensor, element by element."""
-        name = op.base_name.rstrip("_")
+        name = plain_name(op)
         if name == "linalg_vector_norm":
             return True
-        if op.kind != "compute" or not op.pointwise or name in _LINEAR or len({t.id for t in op.inputs}) > 1:
+        if op.kind != "compute" or not op.pointwise or name in _LINEAR:
             return False
-        squares = name == "mul" and len(op.inputs) == 2
-        others = op.does("scales", "fills", "copies", "masks", "guards", "draws")
-        return squares or op.does("bends", "norms") or not others
+        if len(ids_of(op.inputs)) > 1:
+            return False
+        if op.does("bends", "norms"):
+            return True
+        if name == "mul" and len(op.inputs) == 2:  # a square
+            return True
+        return not op.does("scales", "fills", "copies", "masks", "guards", "draws")
 
     @cached_property
     def softmaxes(self) -> dict[int, Softmax]:
         """Index of the operation that gives the weights (or exponentials that are divided later) to its softmax."""
-        softmaxes = (softmax_of(self.recording, op) for op in self.recording.ops)
-        return {softmax.op.index: softmax for softmax in softmaxes if softmax is not None}
+        softmaxes: dict[int, Softmax] = {}
+        for op in self.recording.ops:
+            softmax = softmax_of(self.recording, op)
+            if softmax is not None:
+                softmaxes[softmax.op.index] = softmax
+        return softmaxes
 
     def moves(self, op: Op) -> bool:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
@@ -305,53 +380,72 @@ class Graph:
 
     def norms_scores(self, op: Op) -> bool:
         """Return whether this is a norm as one operation, whose result has the shape of its input."""
-        is_whole = bool(op.outputs and op.inputs) and op.output.shape == op.inputs[0].shape
-        return op.kind == "compute" and is_whole and op.does("norms") and _NORM.search(op.base_name) is not None
+        if op.kind != "compute" or not op.does("norms"):
+            return False
+        if not op.outputs or not op.inputs:
+            return False
+        if op.output.shape != op.inputs[0].shape:
+            return False
+        return _NORM.search(op.base_name) is not None
 
     def passes_on(self, op: Op) -> bool:
         """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""
-        keeps_scores = op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
-        return keeps_scores and op.index not in self.softmaxes
+        if op.index in self.softmaxes:
+            return False
+        return op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
         part = whole(start) if start.id in self._cut_apart else None
-        queue, visited = deque([(Step(start), part)]), {start.id: {part}}
+        queue = deque([(Step(start), part)])
+        visited = {start.id: {part}}
         while queue:
             step, part = queue.popleft()
             yield step
-            op = self.recording.producer(step.tensor)
+            op = self.producer(step.tensor)
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
             for tensor, behind in self.parts_read(op, step.tensor, part):
-                known = visited.setdefault(tensor.id, set())
-                if behind not in known and tensor.dtype != "bool":
-                    known.add(behind)
+                parts = visited.setdefault(tensor.id, set())
+                if behind not in parts and tensor.dtype != "bool":
+                    parts.add(behind)
                     queue.append((Step(tensor, (*step.path, op)), behind))
 
-    def parts_read(self, op: Op, result: TensorRef, part: Part | None) -> Iterator[tuple[TensorRef, Part | None]]:
+    def parts_read(
+        self,
+        op: Op,
+        result: TensorRef,
+        part: Part | None,
+    ) -> Iterator[tuple[TensorRef, Part | None]]:
         """Yield the inputs that a part of a result is made of, each with its own part; all for no part."""
-        if part is None:
-            yield from ((tensor, None) for tensor in op.inputs)
-        else:
+        if part is not None:
             yield from parts_behind(op, result, part)
+            return
+        for tensor in op.inputs:
+            yield tensor, None
 
-    def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
+    def forward(
+        self,
+        start: TensorRef,
+        through: Callable[[Op], bool],
+    ) -> Iterator[tuple[Op, Step]]:
         """Yield the operations that read results of `start`, nearest first, with the step to the tensor they read."""
         writer = self.recording.producers.get(start.id, -1)
-        queue = deque(Step(tensor) for tensor in (start, *self._reread.get(writer, ())))
+        views = self._reread.get(writer, ())
+        queue = deque(map(Step, (start, *views)))
         visited = {step.tensor.id for step in queue}
         while queue:
             step = queue.popleft()
-            for op in self.recording.consumers.get(step.tensor.id, ()):
+            for op in self.readers(step.tensor):
                 yield op, step
-                if len(step.path) < _FAR and through(op):
-                    for tensor in self.results(op):
-                        if tensor.id not in visited and tensor.dtype not in _INDICES:
-                            visited.add(tensor.id)
-                            queue.append(Step(tensor, (*step.path, op)))
+                if len(step.path) >= _FAR or not through(op):
+                    continue
+                for tensor in self.results(op):
+                    if tensor.id not in visited and tensor.dtype not in _INDICES:
+                        visited.add(tensor.id)
+                        queue.append(Step(tensor, (*step.path, op)))
 
     def results(self, op: Op) -> tuple[TensorRef, ...]:
         """Return the outputs of an operation, and the other tensors that view the memory that it wrote."""
@@ -359,13 +453,19 @@ class Graph:
 
     def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
         """Return the tensor behind successive operations that `passes` accepts, always from the first operand."""
-        while (op := self.recording.producer(tensor)) is not None and passes(op):
+        while True:
+            op = self.producer(tensor)
+            if op is None or not passes(op):
+                return tensor
             tensor = op.inputs[0]
-        return tensor
 
     def before_call(self, op: Op, tensor: TensorRef) -> TensorRef:
         """Return the operand as it was given to the call of an operation, before the call rearranged it."""
-        return self.before(tensor, lambda earlier: earlier.call == op.call and self.moves(earlier))
+
+        def is_of_call(earlier: Op) -> bool:
+            return earlier.call == op.call and self.moves(earlier)
+
+        return self.before(tensor, is_of_call)
 
     def before_moves(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor before all views and copies."""
@@ -374,24 +474,35 @@ class Graph:
     def before_repeats(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor before it was repeated along any dimension; the tensor itself if it was not repeated."""
         once = tensor
-        while (op := self.recording.producer(tensor)) is not None and op.inputs:
+        while True:
+            op = self.producer(tensor)
+            if op is None or not op.inputs:
+                return once
             source = op.inputs[0]
-            if not (self.moves(op) or (op.pointwise and source.shape == tensor.shape)):  # e.g. scaled after the repeat
-                break
+            keeps_shape = op.pointwise and source.shape == tensor.shape  # e.g. scaled after the repeat
+            if not keeps_shape and not self.moves(op):
+                return once
             if op.base_name == "expand" or tensor.numel > source.numel:
                 once = source
             tensor = source
-        return once
 
     def before_flattening(self, tensor: TensorRef, module: str) -> TensorRef:
         """Return the tensor before the module flattened its rows, with the features unchanged."""
         return self.before(tensor, lambda op: op.module == module and _keeps_features(op))
 
-    def after(self, tensor: TensorRef, counts: Callable[[Op], bool], passes: Callable[[Op], bool]) -> TensorRef:
+    def after(
+        self,
+        tensor: TensorRef,
+        counts: Callable[[Op], bool],
+        passes: Callable[[Op], bool],
+    ) -> TensorRef:
         """Follow a tensor while exactly one counted operation reads it and passes; return the last result."""
         while True:
-            readers = self.recording.consumers.get(tensor.id, ())
-            counted = [op for op in readers if op.outputs and op.output.id != tensor.id and counts(op)]
+            readers = self.readers(tensor)
+            counted = []
+            for op in readers:
+                if op.outputs and op.output.id != tensor.id and counts(op):
+                    counted.append(op)
             if len(counted) != 1 or not passes(counted[0]):
                 return tensor
             tensor = counted[0].output
@@ -408,23 +519,28 @@ class Graph:
 
     def after_projection(self, op: Op) -> TensorRef:
         """Return the result of a projection with its bias, added up over ranks, before its features are split."""
+        result, modules = self.after_call(op), {op.module}
+        added = self._sum_over_ranks(result) if self._adds_ranks else None
+        if added is not None:
+            modules.add(added.module)  # a bias is added once, after the sum
+            # torch waits, copies gloo's result, and cuts off the padding of uneven parts
+            result = self.after(
+                added.output,
+                lambda reader: reader.module == added.module,
+                lambda reader: reader.does("cuts", "passes_on") or reader.base_name == "copy_",
+            )
 
         def passes(reader: Op) -> bool:
             return reader.module in modules and (self.adds_bias(reader) or _keeps_features(reader))
 
-        made, modules = self.after_call(op), {op.module}
-        if self._adds_ranks:
-            moved = self.forward(made, lambda reader: reader.kind in ("view", "copy"))
-            added = next((reader for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), None)
-            if added is not None:
-                modules.add(added.module)  # a bias is added once, after the sum
-                # torch waits, copies gloo's result, and cuts off the padding of uneven parts
-                made = self.after(
-                    added.output,
-                    lambda reader: reader.module == added.module,
-                    lambda reader: reader.does("cuts", "passes_on") or reader.base_name == "copy_",
-                )
-        return self.after(made, lambda reader: True, passes)
+        return self.after(result, lambda reader: True, passes)
+
+    def _sum_over_ranks(self, tensor: TensorRef) -> Op | None:
+        """Return the operation that adds up the ranks' parts of a tensor that is at most moved; None without one."""
+        for reader, _ in self.forward(tensor, lambda reader: reader.kind in ("view", "copy")):
+            if reader.does("adds_ranks") and reader.outputs:
+                return reader
+        return None
 
     @cached_property
     def _adds_ranks(self) -> bool:
@@ -432,15 +548,31 @@ class Graph:
 
     def has_bias(self, op: Op) -> bool:
         """Return whether a projection adds a bias, itself or at the end of its call."""
+        if len(op.inputs) == 3:
+            return True
         called = self.after_call(op)
-        readers = [reader for end in (op.output, called) for reader in self.recording.consumers.get(end.id, ())]
-        ends = [self.recording.producer(end) for end in (called, self.after_projection(op))]
-        return len(op.inputs) == 3 or any(self.adds_bias(end) for end in (*ends, *readers) if end is not None)
+        ends: list[Op] = []
+        for end in (called, self.after_projection(op)):
+            producer = self.producer(end)
+            if producer is not None:
+                ends.append(producer)
+        for end in (op.output, called):
+            ends += self.readers(end)
+        return any(map(self.adds_bias, ends))
 
     def adds_bias(self, op: Op) -> bool:
         """Return whether this adds a parameter along the last dimensions."""
-        biases = (tensor for tensor in op.inputs if self.is_weight(tensor) and tensor.numel < op.output.numel)
-        return op.base_name.rstrip("_") == "add" and len(op.inputs) == 2 and any(biases)
+        if plain_name(op) != "add" or len(op.inputs) != 2:
+            return False
+        size = op.output.numel
+        return any(tensor.numel < size for tensor in op.inputs if self.is_weight(tensor))
+
+
+def _keeps_weights(op: Op) -> bool:
+    """Return whether the result of an operation on weights is a weight: they are moved, scaled or normed."""
+    if op.kind != "compute" or op.pointwise:
+        return True
+    return op.does("norms") or op.base_name == "_weight_norm_interface"
 
 
 def moves(op: Op) -> bool:
@@ -451,8 +583,13 @@ def moves(op: Op) -> bool:
 
 def _keeps_features(op: Op) -> bool:
     """Return whether this only regroups the dimensions before the last."""
-    before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
-    return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
+    if not op.does("reshapes") or not op.inputs or not op.outputs:
+        return False
+    before = op.inputs[0].shape
+    after = op.outputs[0].shape
+    if min(len(before), len(after)) < 2:
+        return False
+    return before[-1] == after[-1]
 
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:

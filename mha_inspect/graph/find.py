@@ -7,12 +7,14 @@ projections, and from the values product to the output. The iterations of a loop
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isclose
+from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
-from .axis import setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside
 from .late import average_of_ones, with_exponentials_masked
 from .memory import memory_paths
@@ -22,7 +24,7 @@ from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .reading import Reading, read
 from .rerun import Constants
-from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
+from .scores import Scoring, mixings_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
 from .turns import Joined, heads_agree, pieces_agree, place_of_join
 from .values import (
@@ -40,38 +42,17 @@ def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording, in the order of computation; empty if there is no attention."""
     constants = Constants(graph, {}, kept=False)
     attentions = _measured(graph, constants)
-    taken = {each.value_product.op.index for each in attentions}
-    softmaxed = {each.softmax.index for each in attentions}
-    for softmax in graph.softmaxes.values():
-        if softmax.op.index in softmaxed:
-            continue
-        values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
-        if values is not None and (values.product.op.index in taken or not sums_over_all(graph, softmax, values)):
-            continue
-        scores = None if values is None else score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
-        if values is None or scores is None:
-            scores, values = memory_paths(graph, softmax) or (None, None)
-        attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
-        if attention is not None:
-            masked = with_exponentials_masked(graph, attention, constants)
-            attentions.append(replace(masked, average_of_ones=average_of_ones(graph, [attention], constants)))
-    taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
-    pieces: dict[int, list[Attention]] = {}
-    for softmax, scores, values in (*find_pieces(graph), *find_weighings(graph, taken)):
-        attention = _attention_around(graph, softmax, scores, values)
-        if attention is not None:
-            masked = with_exponentials_masked(graph, attention, constants)
-            pieces.setdefault(attention.stages["context"].id, []).append(masked)
-    for turns in pieces.values():
-        if pieces_agree(turns):
-            joined = with_keys_joined(graph, turns)
-            attentions.append(replace(joined, average_of_ones=average_of_ones(graph, turns, constants)))
+    attentions += _of_softmaxes(graph, attentions, constants)
+    attentions += _of_pieces_and_weighings(graph, attentions, constants)
     attentions.sort(key=lambda attention: attention.softmax.index)
     attentions = with_softmaxes_joined(graph, attentions)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
-    taken = {op.index for attention in attentions for op in attention.projections.values()}
-    contexts = {attention.stages["context"].id for attention in attentions}
+    taken: set[int] = set()
+    contexts: set[int] = set()
+    for attention in attentions:
+        taken.update(op.index for op in attention.projections.values())
+        contexts.add(attention.stages["context"].id)
     attentions = [_with_output(graph, attention, taken, contexts) for attention in attentions]
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions), constants)
 
@@ -89,6 +70,65 @@ def _measured(graph: Graph, constants: Constants) -> list[Attention]:
     return list(attentions.values())
 
 
+def _of_softmaxes(
+    graph: Graph,
+    measured: Sequence[Attention],
+    constants: Constants,
+) -> list[Attention]:
+    """Return the attentions of softmaxes, without those that were measured."""
+    averages = {attention.value_product.op.index for attention in measured}
+    softmaxed = {attention.softmax.index for attention in measured}
+    attentions = []
+    for softmax in graph.softmaxes.values():
+        if softmax.op.index in softmaxed:
+            continue
+        attention = _of_softmax(graph, softmax, averages)
+        if attention is not None:
+            masked = with_exponentials_masked(graph, attention, constants)
+            attentions.append(replace(masked, average_of_ones=average_of_ones(graph, [attention], constants)))
+    return attentions
+
+
+def _of_softmax(graph: Graph, softmax: Softmax, averages: set[int]) -> Attention | None:
+    """Return the attention of a softmax; None if it is none, or if its product with the values is in `averages`."""
+    values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
+    scores = None
+    if values is not None:
+        if values.product.op.index in averages or not sums_over_all(graph, softmax, values):
+            return None
+        scores = score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
+    if values is not None and scores is not None:
+        return _attention_around(graph, softmax, scores, values)
+    over_memory = memory_paths(graph, softmax)
+    return None if over_memory is None else _attention_around(graph, softmax, *over_memory)
+
+
+def _of_pieces_and_weighings(
+    graph: Graph,
+    before: Sequence[Attention],
+    constants: Constants,
+) -> list[Attention]:
+    """Return the attentions of softmaxes in pieces of the keys, and of weights without a softmax.
+
+    Products of the attentions `before` are none of theirs. Pieces that give one context are one attention.
+    """
+    taken: set[int] = set()
+    for attention in before:
+        taken.update((attention.score_product.op.index, attention.value_product.op.index))
+    pieces: dict[int, list[Attention]] = {}
+    for softmax, scores, values in (*find_pieces(graph), *find_weighings(graph, taken)):
+        piece = _attention_around(graph, softmax, scores, values)
+        if piece is not None:
+            masked = with_exponentials_masked(graph, piece, constants)
+            pieces.setdefault(piece.stages["context"].id, []).append(masked)
+    attentions = []
+    for turns in pieces.values():
+        if pieces_agree(turns):
+            joined = with_keys_joined(graph, turns)
+            attentions.append(replace(joined, average_of_ones=average_of_ones(graph, turns, constants)))
+    return attentions
+
+
 def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
     """Return whether one scores product gives the weights of two averages, and one average depends on the other.
 
@@ -96,92 +136,177 @@ def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]
     With projected values it is an attention of two sides to each other.
     """
     scores = attention.score_product.op
-    return any(
-        "value" not in first.projections and graph.leads_to(first.stages["context"], second.stages["v_heads"])
-        for other in attentions
-        if other is not attention and other.score_product.op is scores
-        for first, second in ((attention, other), (other, attention))
-    )
+    for second in attentions:
+        if second is attention or second.score_product.op is not scores:
+            continue
+        if _gives_values(graph, attention, second) or _gives_values(graph, second, attention):
+            return True
+    return False
+
+
+def _gives_values(graph: Graph, first: Attention, second: Attention) -> bool:
+    """Return whether an average of values that were not projected leads to the values of another attention."""
+    if "value" in first.projections:
+        return False
+    return graph.leads_to(first.stages["context"], second.stages["v_heads"])
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The scores, the weights and the values that may be one attention."""
+
+    softmax: Softmax
+    scores: ProductPath
+    values: ProductPath
+    key_first: bool
+    """Whether the keys are the left operand of the scores product."""
+    over_queries: bool
+    """Whether the softmax runs over the queries."""
+
+    @property
+    def query(self) -> TensorRef:
+        """The queries as the product of the scores reads them."""
+        return self.scores.product.right if self.key_first else self.scores.product.left
+
+    @property
+    def key(self) -> TensorRef:
+        """The keys as the product of the scores reads them."""
+        return self.scores.product.left if self.key_first else self.scores.product.right
+
+    def positions(self, graph: Graph) -> dict[str, set[Axis]]:
+        """Return the axes of the positions of each side."""
+        scored = self.scores.product.axes(graph.dimensions)
+        summed = self.values.product.axes(graph.dimensions)
+        return {
+            "query": set(scored.columns if self.key_first else scored.rows),
+            "key": set(scored.left_rows if self.key_first else scored.right_columns),
+            "value": set(summed.left_inner if self.values.values_first else summed.right_inner),
+        }
 
 
 def _attention_around(
-    graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath, reading: Reading | None = None
+    graph: Graph,
+    softmax: Softmax,
+    scores: ProductPath,
+    values: ProductPath,
+    reading: Reading | None = None,
 ) -> Attention | None:
     """Return the attention around a softmax or around other weights; None if this is no attention."""
-    product, averaged = with_keys_of(graph, scores.product, values.values), values.product
-    side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
+    scores = scores._replace(product=with_keys_of(graph, scores.product, values.values))
+    side = softmaxed_side(graph, scores.product, values, softmax.masked, softmax.dim)
     if side is None or is_made_of_weights(graph, values.values, softmax, scores.product):
         return None
     key_first, over_queries = side
-    query, key = (product.right, product.left) if key_first else (product.left, product.right)
-    if is_routing(graph, query, key, values.values):
+    parts = _Parts(softmax, scores, values, key_first, over_queries)
+    if is_routing(graph, parts.query, parts.key, values.values):
         return None
-    if graph.comes_from_inputs(key) and values.values.id not in graph.given_or_learned:
+    if graph.comes_from_inputs(parts.key) and values.values.id not in graph.given_or_learned:
         return None  # an average of numbers that are no input and not learned, e.g. positions: it says where
-    q_heads, q_scale = _heads(graph, product, query, transposed=key_first)
-    k_heads, k_scale = _heads(graph, product, key, transposed=not key_first)
-    v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first, unscaled=False)
-    heads = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
-    scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
-    positions = {
-        "query": set(scored.columns if key_first else scored.rows),
-        "key": set(scored.left_rows if key_first else scored.right_columns),
-        "value": set(summed.left_inner if values.values_first else summed.right_inner),
-    }
+    return _attention_of(graph, parts, reading)
+
+
+def _attention_of(graph: Graph, parts: _Parts, reading: Reading | None) -> Attention:
+    """Return the attention of these parts, with the steps that were measured if there is a reading."""
+    softmax, values, product = parts.softmax, parts.values, parts.scores.product
+    query_heads = _heads(graph, product, parts.query, transposed=parts.key_first)
+    key_heads = _heads(graph, product, parts.key, transposed=not parts.key_first)
+    value_heads = _heads(graph, values.product, values.values, transposed=values.values_first, unscaled=False)
+    heads = {"q_heads": query_heads.tensor, "k_heads": key_heads.tensor, "v_heads": value_heads.tensor}
     module = product.multiply.module
-    ends = projections_behind(graph, heads, module, positions)
-    stages = with_projections(graph, heads, ends)
-    if reading is None:
-        scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
-        factor = multiply([scoring.scale, scoring.late_scale])
-    else:
-        scoring, factor = reading.scoring, reading.factor
-    stages["scores"] = scoring.scores
-    if scoring.masks or (scoring.steps and not (reading is not None and reading.hides_scale)):
-        stages["masked_scores"] = scoring.masked
-    if softmax.divided is None:
-        stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, values.path)
-    stages["context"] = graph.after_call(averaged.op) if softmax.divided is None else softmax.divided.output
-    scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
-    early = {f"{name[0]}_heads": _early_scale(graph, ends[name]) for name in ("query", "key") if name in ends}
-    return Attention(
+    ends = projections_behind(graph, heads, module, parts.positions(graph))
+    scoring = _scoring(graph, parts) if reading is None else reading.scoring
+    factor = multiply([scoring.scale, scoring.late_scale]) if reading is None else reading.factor
+    scores_scale, scale = None, None
+    early_scales = _early_scales(graph, ends)
+    if product.is_dot:
+        scores_scale = multiply([query_heads.scale, key_heads.scale, scoring.scale])
+        scale = multiply([*early_scales.values(), query_heads.scale, key_heads.scale, factor])
+    attention = Attention(
         softmax=softmax.op,
         score_product=product,
-        value_product=averaged,
-        stages=stages,
-        scale=multiply([*early.values(), q_scale, k_scale, factor]) if product.is_dot else None,
+        value_product=values.product,
+        stages={**with_projections(graph, heads, ends), **_stages_after_heads(graph, parts, scoring, reading)},
+        scale=scale,
         scores_scale=scores_scale,
-        early_scales=early,
+        early_scales=early_scales,
         softmax_dim=softmax.dim,
-        key_first=key_first,
-        over_queries=over_queries,
+        key_first=parts.key_first,
+        over_queries=parts.over_queries,
         value_first=values.values_first,
         masks=(*scoring.masks, *softmax.masks),
         divided=softmax.divided,
         scoring=tuple(scoring.steps),
         sinks=scoring.sinks,
         mixed_scores=tuple(scoring.mixed),
-        mixed_weights=tuple(mixing for op in values.path if (mixing := mixing_of(graph, op)) is not None),
+        mixed_weights=tuple(mixings_of(graph, values.path)),
         weights_path=values.path,
         weighing=softmax.ops,
         projections={name: end.op for name, end in ends.items()},
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
-        before_repeats={"key": graph.before_repeats(k_heads)},
-        seen=None if reading is None else reading.seen,
+        before_repeats={"key": graph.before_repeats(key_heads.tensor)},
         shifts=scoring.shifts,
-        has_factors=reading is not None and reading.has_factors,
-        weights_scale=1.0 if reading is None else reading.weights_scale,
-        is_over_memory=not graph.comes_from_inputs(key),
+        is_over_memory=not graph.comes_from_inputs(parts.key),
         module=module,
     )
+    if reading is None:
+        return attention
+    return replace(attention, seen=reading.seen, has_factors=reading.has_factors, weights_scale=reading.weights_scale)
+
+
+def _scoring(graph: Graph, parts: _Parts) -> Scoring:
+    """Return the steps from the scores to the softmax, as the names of the operations say."""
+    softmax = parts.softmax
+    return read_scoring(graph, parts.scores.product, parts.scores.path, softmax.masked, softmax.dim)
+
+
+def _stages_after_heads(
+    graph: Graph,
+    parts: _Parts,
+    scoring: Scoring,
+    reading: Reading | None,
+) -> dict[str, TensorRef]:
+    """Return the scores, the masked scores, the weights and the context; without those that are never made."""
+    softmax = parts.softmax
+    stages = {"scores": scoring.scores}
+    hides_scale = reading is not None and reading.hides_scale
+    if scoring.masks or (scoring.steps and not hides_scale):
+        stages["masked_scores"] = scoring.masked
+    if softmax.divided is not None:
+        stages["context"] = softmax.divided.output
+        return stages
+    stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, parts.values.path)
+    stages["context"] = graph.after_call(parts.values.product.op)
+    return stages
+
+
+def _early_scales(graph: Graph, ends: Mapping[str, Projection]) -> dict[str, float | None]:
+    """Return the scale between the projections of queries and keys and their heads, by the name of the heads."""
+    scales = {}
+    for name in ("query", "key"):
+        if name in ends:
+            scales[f"{name[0]}_heads"] = _early_scale(graph, ends[name])
+    return scales
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
+class _Heads(NamedTuple):
+    """An operand of a product before it was transposed and scaled for it."""
+
+    tensor: TensorRef
+    scale: float | None
+    """The number that it was multiplied by; None if it is unknown."""
+
+
 def _heads(
-    graph: Graph, product: Product, operand: TensorRef, *, transposed: bool, unscaled: bool = True
-) -> tuple[TensorRef, float | None]:
+    graph: Graph,
+    product: Product,
+    operand: TensorRef,
+    *,
+    transposed: bool,
+    unscaled: bool = True,
+) -> _Heads:
     """Return an operand before its transposition for the product, and if `unscaled` before its scaling; and its scale.
 
     The scale of queries and keys is a part of that of the scores. Values that are multiplied are other values.
@@ -189,25 +314,39 @@ def _heads(
     scales: list[float | None] = []
     swapped = False
     tensor = operand
-    while (op := graph.recording.producer(tensor)) is not None and op.inputs:
-        step = graph.recording.producer(op.inputs[0]) if op.makes_result else None
+    while True:
+        op = graph.producer(tensor)
+        if op is None or not op.inputs:
+            break
         if moved_for(graph, op, product):
             swapped = swapped or op.swaps_last_two
         elif unscaled and product.is_dot and _scales(graph, op):
             scales.append(graph.scale_of(op))
         elif transposed and not swapped and op.swaps_last_two:
             swapped = True
-        elif step is None or not unscaled or not _scales(graph, step):
+        elif not (unscaled and _is_result_of_scaling(graph, op)):
             break
-        tensor = max(op.inputs, key=lambda read: read.numel) if _scales(graph, op) else op.inputs[0]
-    return tensor, multiply(scales)
+        tensor = _largest_input(op) if _scales(graph, op) else op.inputs[0]
+    return _Heads(tensor, multiply(scales))
+
+
+def _largest_input(op: Op) -> TensorRef:
+    return max(op.inputs, key=lambda read: read.numel)
+
+
+def _is_result_of_scaling(graph: Graph, op: Op) -> bool:
+    """Return whether this links a kernel's result to its last step, and the step is a scaling."""
+    if not op.makes_result:
+        return False
+    step = graph.producer(op.inputs[0])
+    return step is not None and _scales(graph, step)
 
 
 def _scales(graph: Graph, op: Op) -> bool:
     """Return whether this multiplies every element by one number, except as the second half of a mean."""
     if not graph.is_scale(op):
         return False
-    maker = graph.recording.producer(max(op.inputs, key=lambda read: read.numel))
+    maker = graph.producer(_largest_input(op))
     if maker is None or maker.base_name != "sum":
         return True
     summed = maker.inputs[0].numel / max(maker.output.numel, 1)
@@ -216,8 +355,13 @@ def _scales(graph: Graph, op: Op) -> bool:
 
 def _early_scale(graph: Graph, end: Projection) -> float | None:
     """Return the scale between a projection and its heads, after the last norm; None if unknown."""
-    after = max((place for place, op in enumerate(end.path) if _norms(graph, op)), default=-1)
-    return multiply(graph.scale_of(op) for op in end.path[after + 1 :] if _scales(graph, op))
+    scales: list[float | None] = []
+    for op in end.path:
+        if _norms(graph, op):
+            scales = []
+        elif _scales(graph, op):
+            scales.append(graph.scale_of(op))
+    return multiply(scales)
 
 
 def _norms(graph: Graph, op: Op) -> bool:
@@ -226,65 +370,191 @@ def _norms(graph: Graph, op: Op) -> bool:
         return op.base_name not in ("sum", "mean")  # alone they pool positions
     if not op.does("scales") or len(op.inputs) != 2 or graph.is_scale(op):
         return False
-    return any(graph.is_weight(read) or read.shape[-1:] == (1,) or read.stride[-1:] == (0,) for read in op.inputs)
+    return any(graph.is_weight(read) or _is_repeated_by_feature(read) for read in op.inputs)
+
+
+def _is_repeated_by_feature(tensor: TensorRef) -> bool:
+    """Return whether a tensor has one number for all features, as a length has."""
+    if not tensor.shape:
+        return False
+    return tensor.shape[-1] == 1 or tensor.stride[-1] == 0
 
 
 def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
     """Return the weights without those of the sinks, which are cut off before the values product."""
     for op in path:
-        same_keys = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
-        if op.does("cuts") and op.output.numel < weights.numel and not same_keys:
-            return next((tensor for tensor in op.outputs if tensor.numel < weights.numel), op.output)
+        if not op.does("cuts") or op.output.numel >= weights.numel:
+            continue
+        shape = op.output.shape
+        has_rank = len(shape) == len(weights.shape)
+        if not has_rank or shape[dim] != weights.shape[dim]:
+            return op.output
     return weights
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _with_output(graph: Graph, attention: Attention, taken: set[int], contexts: set[int]) -> Attention:
-    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
-    context, module = attention.stages["context"], attention.module
-    apart = len(context.shape) > 2 and context.shape != attention.stages.get("query", context).shape
-    # A context concatenated with its own query, as in a decoder, is no output.
-    given = [attention.stages[name] for name in ("query", "q_heads") if name in attention.stages]
-    queries = {graph.before_moves(tensor).id for tensor in given}
+@dataclass(frozen=True)
+class _WayToOutput:
+    """The operations that may come between the context of an attention and its output projection."""
 
-    def is_context(tensor: TensorRef) -> bool:  # those of several attentions may be added before one projection
-        steps = graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op) or op.base_name == "add")
-        return any(step.tensor.id in contexts for step in steps)
+    graph: Graph
+    module: str
+    context: TensorRef
+    has_separate_heads: bool
+    """Whether the context is still `batch heads query head_dim`, and not yet `batch query embed`."""
+    queries: frozenset[int]
+    """Ids of the queries before views and copies."""
+    contexts: frozenset[int]
+    """Ids of the contexts of all attentions."""
 
-    def through(op: Op) -> bool:
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        attention: Attention,
+        contexts: Iterable[int],
+    ) -> _WayToOutput:
+        """Return the way from the context of this attention."""
+        stages = attention.stages
+        context = stages["context"]
+        query_shape = stages.get("query", context).shape
+        queries = [stages[name] for name in ("query", "q_heads") if name in stages]
+        return cls(
+            graph=graph,
+            module=attention.module,
+            context=context,
+            has_separate_heads=len(context.shape) > 2 and context.shape != query_shape,
+            queries=frozenset(graph.before_moves(query).id for query in queries),
+            contexts=frozenset(contexts),
+        )
+
+    def continues_through(self, op: Op) -> bool:
+        """Return whether the result of this operation is still the context, and not yet the output."""
+        if self.graph.is_by_head(op):
+            return True
+        if op.does("product") or self._is_residual(op) or self._joins_query(op):
+            return False
+        if op.kind != "compute" or op.pointwise or op.does("passes_on"):
+            return True
+        return op.does("norms") and inside(op.module, self.module)
+
+    def _is_residual(self, op: Op) -> bool:
+        """Return whether this adds something else of the size of the context, e.g. the input of the block."""
+        if plain_name(op) != "add":
+            return False
+        whole_operands = [read for read in op.inputs if read.numel == op.output.numel]
+        if len(whole_operands) < 2:
+            return False
         # An addition while heads are still separate belongs to the attention.
-        adds = op.base_name.rstrip("_") == "add" and sum(read.numel == op.output.numel for read in op.inputs) > 1
-        residual = adds and not (op.module == module and apart and op.output.shape == context.shape)
-        residual = residual and not all(map(is_context, op.inputs))
-        norms = op.does("norms") and inside(op.module, module)
-        keeps_context = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
-        beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
-        return graph.is_by_head(op) or (keeps_context and not residual and not beside and not op.does("product"))
+        keeps_heads = self.has_separate_heads and op.output.shape == self.context.shape
+        if keeps_heads and op.module == self.module:
+            return False
+        # The contexts of several attentions may be added before one projection.
+        return not all(map(self._is_context, op.inputs))
 
-    concat = _onward(graph, context, module)
-    stages = {"concat": concat} if concat.id != context.id else {}
-    projections = attention.projections
-    for op, step in graph.forward(context, through):
-        if graph.is_projection(op):
-            if op.index in taken:
-                break
-            after = graph.forward(op.output, lambda passed: graph.moves(passed) or passed.pointwise)
-            if graph.is_by_head(op) and not any(reader.base_name in ("sum", "mean") for reader, _ in after):
-                continue
-            # In the attention's own code the reshape that concatenates heads may flatten rows too.
-            concat = graph.before_call(op, step.tensor)
-            concat = concat if op.module == module else graph.before_flattening(concat, op.module)
-            # An operation that moves the features to another dimension belongs to the next module.
-            features_last = op.base_name != "convolution"
-            output = _onward(graph, graph.after_projection(op), module, features_last=features_last)
-            stages, projections = {"concat": concat, "output": output}, {**projections, "output": op}
-            break
+    def _joins_query(self, op: Op) -> bool:
+        """Return whether this concatenates the context with its own query, as in a decoder: that is no output."""
+        if op.base_name != "cat":
+            return False
+        return any(self.graph.before_moves(read).id in self.queries for read in op.inputs)
+
+    def _is_context(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor is the context of an attention, at most moved, scaled or added to others."""
+        steps = self.graph.back(tensor, self._keeps_context)
+        return any(step.tensor.id in self.contexts for step in steps)
+
+    def _keeps_context(self, op: Op) -> bool:
+        if op.base_name == "add":
+            return True
+        return self.graph.moves(op) or self.graph.is_scale(op)
+
+
+class _OutputProjection(NamedTuple):
+    """The projection W_o of an attention."""
+
+    op: Op
+    read: TensorRef
+    """The tensor that it reads on the way from the context."""
+
+
+def _with_output(
+    graph: Graph,
+    attention: Attention,
+    taken: set[int],
+    contexts: set[int],
+) -> Attention:
+    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
+    projection = _output_projection(graph, attention, taken, contexts)
+    if projection is None:
+        context = attention.stages["context"]
+        concat = _onward(graph, context, attention.module)
+        stages = {} if concat.id == context.id else {"concat": concat}
+        return replace(attention, stages=attention.stages | stages)
+    stages = {
+        "concat": _concat_before(graph, attention, projection),
+        "output": _output_after(graph, attention, projection.op),
+    }
+    projections = {**attention.projections, "output": projection.op}
     return replace(attention, stages=attention.stages | stages, projections=projections)
 
 
-def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
+def _output_projection(
+    graph: Graph,
+    attention: Attention,
+    taken: set[int],
+    contexts: set[int],
+) -> _OutputProjection | None:
+    """Return the next projection after the context; None if it is `taken`, or there is none."""
+    way = _WayToOutput.of(graph, attention, contexts)
+    for op, step in graph.forward(attention.stages["context"], way.continues_through):
+        if not graph.is_projection(op):
+            continue
+        if op.index in taken:
+            return None
+        # A projection of each head by itself is the output only if the heads are added up after it.
+        if not graph.is_by_head(op) or _is_summed(graph, op):
+            return _OutputProjection(op, step.tensor)
+    return None
+
+
+def _is_summed(graph: Graph, op: Op) -> bool:
+    """Return whether the result of an operation is added up along a dimension, e.g. over the heads."""
+
+    def through(passed: Op) -> bool:
+        return graph.moves(passed) or passed.pointwise
+
+    after = graph.forward(op.output, through)
+    return any(reader.base_name in ("sum", "mean") for reader, _ in after)
+
+
+def _concat_before(
+    graph: Graph,
+    attention: Attention,
+    projection: _OutputProjection,
+) -> TensorRef:
+    """Return the concatenated heads, `batch query (heads head_dim)`, as the output projection was called with them."""
+    op = projection.op
+    concat = graph.before_call(op, projection.read)
+    # In the attention's own code the reshape that concatenates heads may flatten rows too.
+    return concat if op.module == attention.module else graph.before_flattening(concat, op.module)
+
+
+def _output_after(graph: Graph, attention: Attention, projection: Op) -> TensorRef:
+    """Return the output, `batch query embed`, at the end of the views and copies of the attention's module."""
+    # An operation that moves the features to another dimension belongs to the next module.
+    features_last = projection.base_name != "convolution"
+    return _onward(graph, graph.after_projection(projection), attention.module, features_last=features_last)
+
+
+def _onward(
+    graph: Graph,
+    tensor: TensorRef,
+    module: str,
+    *,
+    features_last: bool = False,
+) -> TensorRef:
     """Return the end of the chain of views and copies that starts here and stays in the module.
 
     With `features_last` the chain ends before the last dimension changes.
@@ -292,11 +562,14 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
     features = graph.dimensions.of(tensor)[-1:]
 
     def counts(op: Op) -> bool:
-        return graph.moves(op) and inside(op.module, module) and op.call not in graph.calls_of_products
+        if not graph.moves(op) or op.call in graph.calls_of_products:
+            return False
+        return inside(op.module, module)
 
     def passes(op: Op) -> bool:
-        whole = op.output.numel == tensor.numel > 0
-        return whole and not (features_last and graph.dimensions.of(op.output)[-1:] != features)
+        if op.output.numel != tensor.numel or not tensor.numel:
+            return False
+        return not features_last or graph.dimensions.of(op.output)[-1:] == features
 
     return graph.after(tensor, counts, passes)
 
@@ -304,43 +577,92 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
 # -- turns of a loop over heads ---------------------------------------------------------------------------------------
 
 
-def _with_turns_merged(graph: Graph, attentions: list[Attention], constants: Constants) -> list[Attention]:
+def _with_turns_merged(
+    graph: Graph,
+    attentions: list[Attention],
+    constants: Constants,
+) -> list[Attention]:
     """Merge attentions of the same source line and module whose contexts are joined head by head.
 
     A head may be a module. The iterations of a loop over pieces of a sequence are of one line too, and are joined along
     the sequence: they stay separate.
     """
-    groups: dict[tuple[object, ...], list[tuple[Attention, Op | None]]] = {}
-    joints = [_joining(graph, attention) for attention in attentions]
-    joined_contexts = Joined(graph)
-    for found in joints:
-        if found is not None:
-            joined_contexts.add(*found)
-    for place, (attention, found) in enumerate(zip(attentions, joints, strict=True)):
-        key: tuple[object, ...] = (place,)
-        joint = None if found is None else found[0]
-        # The number of heads is known only if all that is joined is heads.
-        if joint is not None and not joined_contexts.has_others(joint):
-            axes = attention.score_product.axes(graph.dimensions)
-            query = attention.stages.get("query")
-            given = positions_of(attention, graph.dimensions, "query") if query is not None and query.shape else None
-            outside = None if given is None else set(wide(*given))
-            rows = set(wide(axes.columns if attention.key_first else axes.rows))
-            if outside is None or rows <= outside <= {*axes.batch} | rows:
-                joined = place_of_join(joint)
-                # The queries of one softmax: another piece of an image has other queries.
-                queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
-                # If each head is a module, the iterations share the query before its projections.
-                apart = joint.module != attention.module and "query" in attention.projections
-                is_head = apart and set(wide(axes.batch)) <= (outside or set())
-                owner = graph.before_moves(attention.stages["query"]).id if is_head else attention.module
-                key = (attention.softmax.source, attention.score_product.op.source, owner, joined, queries)
-        groups.setdefault(key, []).append((attention, joint))
-    merged = [attention for group in groups.values() for attention in _merged(graph, group, constants)]
+    turns = [_Turn(attention, _joining(graph, attention)) for attention in attentions]
+    joined = Joined(graph)
+    for turn in turns:
+        if turn.join is not None:
+            joined.add(turn.join.op, turn.join.context)
+    groups: dict[tuple[object, ...], list[_Turn]] = {}
+    for place, turn in enumerate(turns):
+        loop = _loop_of(graph, turn, joined)
+        groups.setdefault((place,) if loop is None else loop, []).append(turn)
+    merged: list[Attention] = []
+    for group in groups.values():
+        merged += _merged(graph, group, constants)
     return sorted(merged, key=lambda attention: attention.softmax.index)
 
 
-def _joining(graph: Graph, attention: Attention) -> tuple[Op, TensorRef] | None:
+class _Join(NamedTuple):
+    """An operation that joins a context with others, and this context."""
+
+    op: Op
+    context: TensorRef
+
+
+class _Turn(NamedTuple):
+    """One attention, which may be one iteration of a loop over heads."""
+
+    attention: Attention
+    join: _Join | None
+    """How its context is joined with others, head by head; None if it is not."""
+
+
+def _loop_of(graph: Graph, turn: _Turn, joined: Joined) -> tuple[object, ...] | None:
+    """Return equal values for the iterations of one loop over heads; None for an attention of its own."""
+    attention, join = turn
+    # The number of heads is known only if all that is joined is heads.
+    if join is None or joined.has_others(join.op):
+        return None
+    axes = attention.score_product.axes(graph.dimensions)
+    outside = _query_positions(graph, attention)
+    rows = set(wide(axes.columns if attention.key_first else axes.rows))
+    if outside is not None and not rows <= outside <= rows.union(axes.batch):
+        return None
+    # The queries of one softmax: another piece of an image has other queries.
+    queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
+    is_head_alone = set(wide(axes.batch)) <= (outside or set())
+    return (
+        attention.softmax.source,
+        attention.score_product.op.source,
+        _owner_of_loop(graph, attention, join.op, is_head_alone=is_head_alone),
+        place_of_join(join.op),
+        queries,
+    )
+
+
+def _owner_of_loop(
+    graph: Graph,
+    attention: Attention,
+    join: Op,
+    *,
+    is_head_alone: bool,
+) -> object:
+    """Return the module of a loop over heads; if each head is a module, the query that the iterations share."""
+    is_outside = join.module != attention.module
+    if is_outside and is_head_alone and "query" in attention.projections:
+        return graph.before_moves(attention.stages["query"]).id
+    return attention.module
+
+
+def _query_positions(graph: Graph, attention: Attention) -> set[Axis] | None:
+    """Return the axes of the query, without its features; None for an attention without a stage `query`."""
+    query = attention.stages.get("query")
+    if query is None or not query.shape:
+        return None
+    return set(wide(*positions_of(attention, graph.dimensions, "query")))
+
+
+def _joining(graph: Graph, attention: Attention) -> _Join | None:
     """Return the operation that joins this context with others, head by head, and what it joins; None if none does."""
     axes = attention.value_product.axes(graph.dimensions)
     features = set(axes.rows if attention.value_first else axes.columns)
@@ -351,43 +673,89 @@ def _joining(graph: Graph, attention: Attention) -> tuple[Op, TensorRef] | None:
     for op, step in graph.forward(attention.stages["context"], through):
         if not op.outputs or len(op.inputs) < 2:
             continue
-        written = op.base_name == "copy_" and op.inputs[0].id != step.tensor.id
-        cut = (graph.recording.producer(op.inputs[0]) if written else op) or op  # a slice of a larger tensor is written
-        if op.base_name == "stack" or cut.base_name == "select":
-            return op, step.tensor
-        dims = graph.dimensions.of(step.tensor)
-        joins = cut.base_name in ("cat", "slice") and len(cut.output.shape) == len(dims)
-        if joins and features & set(dims[setting(cut, 1, "dim", 0) % len(dims)]):
-            return op, step.tensor
+        if _joins_heads(graph, op, step.tensor, features):
+            return _Join(op, step.tensor)
     return None
+
+
+def _joins_heads(graph: Graph, op: Op, context: TensorRef, features: set[Axis]) -> bool:
+    """Return whether an operation joins a context with others along a new dimension, or along its features.
+
+    It is a stack or a concatenation, or writes the context into a part of a larger tensor.
+    """
+    cut: Op = op
+    if op.base_name == "copy_" and op.inputs[0].id != context.id:
+        cut = graph.producer(op.inputs[0]) or op
+    if op.base_name == "stack" or cut.base_name == "select":
+        return True
+    if cut.base_name not in ("cat", "slice"):
+        return False
+    dims = graph.dimensions.of(context)
+    rank = len(dims)
+    if len(cut.output.shape) != rank:
+        return False
+    place = setting(cut, 1, "dim", 0) % rank
+    return not features.isdisjoint(dims[place])
 
 
 def _origin(graph: Graph, tensor: TensorRef) -> tuple[object, ...]:
     """Return equal values for tensors that are moved alike from one tensor, e.g. one slice that is taken twice."""
-    steps = [step.tensor for step in graph.back(tensor, graph.moves)]
-    return steps[-1].id, *((each.offset, each.shape, each.stride) for each in steps)
+    views: list[object] = []
+    source = tensor.id
+    for step in graph.back(tensor, graph.moves):
+        views.append((step.tensor.offset, step.tensor.shape, step.tensor.stride))
+        source = step.tensor.id
+    return source, *views
 
 
-def _merged(graph: Graph, group: list[tuple[Attention, Op | None]], constants: Constants) -> list[Attention]:
+def _merged(
+    graph: Graph,
+    group: Sequence[_Turn],
+    constants: Constants,
+) -> list[Attention]:
     """Return one attention for all iterations of a loop; the iterations unchanged if they are no heads alike.
 
     Two with the same scores are none, and what is said of the first has to be true of the others.
     """
-    turns = [attention for attention, _ in group]
-    (first, joint), last = group[0], turns[-1]
-    scores = {tuple(_origin(graph, turn.stages[side]) for side in ("q_heads", "k_heads")) for turn in turns}
-    if len(turns) == 1 or len(scores) < len(turns) or not heads_agree(graph, turns, constants):
+    turns = [turn.attention for turn in group]
+    if len(turns) == 1 or _have_same_scores(graph, turns):
         return turns
-    apart = len({turn.module for turn in turns}) > 1
-    # Only the walk from the last iteration reaches the operations after the loop, also if a buffer is filled.
-    after = {name: last.stages[name] for name in ("concat", "output") if name in last.stages}
-    output = {"output": last.projections["output"]} if "output" in last.projections else {}
+    if not heads_agree(graph, turns, constants):
+        return turns
+    first, join = group[0]
+    module = first.module
+    if join is not None and len({turn.module for turn in turns}) > 1:
+        module = join.op.module
+    stages, projections = _after_last(turns[-1])
     return [
         replace(
             first,
-            stages=first.stages | after,
-            projections=first.projections | output,
+            stages=first.stages | stages,
+            projections=first.projections | projections,
             branches=tuple(turns),
-            module=joint.module if apart and joint is not None else first.module,
+            module=module,
         )
     ]
+
+
+def _have_same_scores(graph: Graph, turns: Sequence[Attention]) -> bool:
+    """Return whether two iterations have the same queries and keys."""
+    origins = set()
+    for turn in turns:
+        query = _origin(graph, turn.stages["q_heads"])
+        key = _origin(graph, turn.stages["k_heads"])
+        origins.add((query, key))
+    return len(origins) < len(turns)
+
+
+def _after_last(last: Attention) -> tuple[dict[str, TensorRef], dict[str, Op]]:
+    """Return the stages after a loop and the output projection, by name, as the last iteration has them.
+
+    Only the walk from the last iteration reaches the operations after the loop, also if a buffer is filled.
+    """
+    stages: dict[str, TensorRef] = {}
+    for name in ("concat", "output"):
+        if name in last.stages:
+            stages[name] = last.stages[name]
+    projections = {"output": last.projections["output"]} if "output" in last.projections else {}
+    return stages, projections

@@ -35,6 +35,7 @@ from torch import Tensor
 from ..record.ops import Named, Op, Recording, TensorRef
 from ..record.sight import Sight
 from .dimensions import Dim, Dimensions
+from .ids import by_id
 
 _KEPT = 3
 """How many layers stay of each stack: the first, one between equal layers, and the last."""
@@ -62,7 +63,9 @@ class Stack:
     @property
     def left_out(self) -> int:
         """Number of layers that are left out."""
-        return max(0, (self.length - _KEPT * self.period + self.period // _SLACK) // self.period)
+        kept = _KEPT * self.period
+        slack = self.period // _SLACK
+        return max(0, (self.length - kept + slack) // self.period)
 
     @property
     def removed(self) -> int:
@@ -83,12 +86,18 @@ class Stack:
         """Return whether an operation is part of the stack."""
         return self.start <= index < self.end
 
+    def overlaps(self, stack: Stack) -> bool:
+        """Return whether two stacks have operations in common."""
+        return self.start < stack.end and stack.start < self.end
+
     def kept_index(self, index: int) -> int:
         """Return the index of an operation of the stack in the layer that stays for it."""
-        place, middle = index - self.start, (self.left_out + 2) * self.period
+        place = index - self.start
         if place < self.period:
             return index
-        return index - self.removed if place >= middle else self.start + self.period + place % self.period
+        if place >= (self.left_out + 2) * self.period:
+            return index - self.removed
+        return self.start + self.period + place % self.period
 
 
 # -- which operations are equal ---------------------------------------------------------------------------------------
@@ -103,9 +112,7 @@ class _Signatures:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._kinds: dict[int, object] = dict.fromkeys((named.tensor.id for named in recording.parameters), "parameter")
-        self._kinds |= dict.fromkeys((named.tensor.id for named in recording.buffers), "buffer")
-        self._kinds |= {named.tensor.id: ("input", named.tensor.id) for named in recording.inputs}
+        self._kinds = _kinds_of(recording)
         self._sights: list[Sight] = []
         self._contents: list[torch.Tensor] = []
         self._layouts: dict[object, int] = {}
@@ -128,14 +135,22 @@ class _Signatures:
 
     def _key(self, op: Op, before: Op | None) -> object:
         index = op.index
-        module, last_call = self._module(op, before), self._calls.get(op.call)
+        module = self._module(op, before)
+        last_call = self._calls.get(op.call)
         self._calls[op.call] = index
+        mentions = []
+        for place, tensor in enumerate(op.inputs + op.outputs):
+            mentions.append(self._mention(tensor, index, place))
+        kwargs = None
+        if op.kwargs:
+            plain = [(name, without_tensors(value)) for name, value in op.kwargs.items()]
+            kwargs = tuple(plain)
         return (
             op.name,
             len(op.inputs),
-            tuple([self._mention(tensor, index, place) for place, tensor in enumerate(op.inputs + op.outputs)]),
+            tuple(mentions),
             None if op.args is op.inputs else without_tensors(op.args),
-            tuple([(name, without_tensors(value)) for name, value in op.kwargs.items()]) if op.kwargs else None,
+            kwargs,
             op.kind,
             op.source,
             None if last_call is None else index - last_call,
@@ -151,16 +166,24 @@ class _Signatures:
         last = self._tensors.get(tensor.id)
         if last is None:
             layout = tensor.shape, tensor.stride, tensor.offset, tensor.dtype
-            number, seen = self._layouts.setdefault(layout, len(self._layouts)), self._storages.get(tensor.storage)
-            scalar, kind = self._recording.scalars.get(tensor.id), self._kinds.get(tensor.id)
-            known = scalar, kind, self._content_of(tensor)
-            mention: object = number, None if seen is None else index - seen, known
+            number = self._layouts.setdefault(layout, len(self._layouts))
+            mention = self._first_mention(tensor, index, number)
         else:
             number = last[2]
             mention = number, index - last[0], last[1]
         self._tensors[tensor.id] = index, place, number
         self._storages[tensor.storage] = index
         return mention
+
+    def _first_mention(self, tensor: TensorRef, index: int, number: int) -> object:
+        """Return what is known of a tensor that no operation made or read before, with the number of its layout."""
+        seen = self._storages.get(tensor.storage)
+        content = (
+            self._recording.scalars.get(tensor.id),
+            self._kinds.get(tensor.id),
+            self._content_of(tensor),
+        )
+        return number, None if seen is None else index - seen, content
 
     def _module(self, op: Op, before: Op | None) -> tuple[int, int | None]:
         """Return how many modules are around that of an operation, and how long ago it ran another operation.
@@ -171,7 +194,9 @@ class _Signatures:
         if before is not None and op.module == before.module:
             return depth, 1
         if before is not None:
-            self._modules.update(dict.fromkeys(("", *_with_parents(before.module)), before.index))
+            self._modules[""] = before.index
+            for path in _with_parents(before.module):
+                self._modules[path] = before.index
         last = self._modules.get(op.module)
         return depth, None if last is None else op.index - last
 
@@ -197,7 +222,9 @@ class _Signatures:
 
     def _sight_of(self, op: Op) -> int | None:
         """Return the number of what is noted about weights, equal for notes with the same content."""
-        sight = self._recording.sights.get(op.outputs[0].id) if op.outputs else None
+        if not op.outputs:
+            return None
+        sight = self._recording.sights.get(op.output.id)
         if sight is None:
             return None
         for number, like in enumerate(self._sights):
@@ -207,11 +234,26 @@ class _Signatures:
         return len(self._sights) - 1
 
 
+def _kinds_of(recording: Recording) -> dict[int, object]:
+    """Return what tensors from outside the run are, by id: parameters and buffers are alike, inputs are not."""
+    kinds: dict[int, object] = {}
+    for named in recording.parameters:
+        kinds[named.tensor.id] = "parameter"
+    for named in recording.buffers:
+        kinds[named.tensor.id] = "buffer"
+    for named in recording.inputs:
+        kinds[named.tensor.id] = ("input", named.tensor.id)
+    return kinds
+
+
 def without_tensors(value: Any) -> Any:
     """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
-    if type(value) is tuple:
+    kind = type(value)
+    if kind is tuple:
         return tuple([without_tensors(item) for item in value])
-    return None if type(value) is TensorRef else (type(value), value) if type(value) in (bool, float) else value
+    if kind is TensorRef:
+        return None
+    return (kind, value) if kind in (bool, float) else value
 
 
 def _shared(left: Sequence[object], right: Sequence[object]) -> int:
@@ -227,18 +269,23 @@ def _shared(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def _same_content(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device) or left.is_meta:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.device != right.device or left.is_meta:
         return False
     return bool(torch.equal(left, right))
 
 
 def _same_sight(left: Sight, right: Sight) -> bool:
-    if left.pairs.keys() != right.pairs.keys() or (left.blind is None) != (right.blind is None):
+    if left.pairs.keys() != right.pairs.keys():
         return False
-    pairs = [(left.pairs[key], right.pairs[key]) for key in left.pairs]
-    if left.blind is not None and right.blind is not None:
-        pairs.append((left.blind, right.blind))
-    return all(torch.equal(first, second) for first, second in pairs)
+    if left.blind is None or right.blind is None:
+        if left.blind is not right.blind:
+            return False
+    elif not torch.equal(left.blind, right.blind):
+        return False
+    pairs = left.pairs.items()
+    return all(torch.equal(seen, right.pairs[key]) for key, seen in pairs)
 
 
 # -- stacks of equal layers -------------------------------------------------------------------------------------------
@@ -250,31 +297,40 @@ def _stacks(numbers: Sequence[int]) -> list[Stack]:
     >>> _stacks([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8])
     [Stack(start=1, period=3, length=15)]
     """
+    stacks: list[Stack] = []
+    every = np.array(numbers)
+    for period in _periods(numbers):
+        stacks += _stacks_of(every, period)
+    chosen: list[Stack] = []
+    for stack in sorted(stacks, key=lambda stack: (-stack.removed, stack.period)):
+        if not any(map(stack.overlaps, chosen)):
+            chosen.append(stack)
+    return sorted(chosen, key=lambda stack: stack.start)
+
+
+def _periods(numbers: Sequence[int]) -> list[int]:
+    """Return the most common distances between equal numbers, the most common first."""
     distances: Counter[int] = Counter()
     last: dict[int, int] = {}
     for place, number in enumerate(numbers):
         if number in last:
             distances[place - last[number]] += 1
         last[number] = place
-    stacks: list[Stack] = []
-    every = np.array(numbers)
-    for period, _ in distances.most_common(_CANDIDATES):
-        stacks += _stacks_of(every, period)
-    chosen: list[Stack] = []
-    for stack in sorted(stacks, key=lambda stack: (-stack.removed, stack.period)):
-        if all(stack.end <= taken.start or taken.end <= stack.start for taken in chosen):
-            chosen.append(stack)
-    return sorted(chosen, key=lambda stack: stack.start)
+    return [period for period, _ in distances.most_common(_CANDIDATES)]
 
 
 def _stacks_of(numbers: np.ndarray[Any, Any], period: int) -> Iterator[Stack]:
     """Yield where a sequence repeats itself after `period`, more often than layers stay."""
-    differs = np.flatnonzero(numbers[:-period] != numbers[period:])
-    bounds = np.concatenate(([-1], differs, [len(numbers) - period]))
+    last = len(numbers) - period
+    differs = np.flatnonzero(numbers[:last] != numbers[period:])
+    bounds = np.concatenate(([-1], differs, [last]))
     # In between they are equal; most of these parts are too short for a layer.
-    for part in np.flatnonzero(np.diff(bounds) > _KEPT * period - period).tolist():
+    shortest = (_KEPT - 1) * period
+    long_parts = np.flatnonzero(np.diff(bounds) > shortest)
+    for part in long_parts.tolist():
         before, after = bounds[part : part + 2].tolist()
-        stack = Stack(before + 1, period, after - before - 1 + period)
+        start = before + 1
+        stack = Stack(start, period, after - start + period)
         if stack.left_out:
             yield stack
 
@@ -321,32 +377,51 @@ class _Cut:
             done = stack.end
         self._append(whole.ops[done:])
         shortened = Shortened(whole, replace(whole, ops=tuple(self._ops), joins={}), stacks)
-        tensors = {tensor.id: tensor for op in self._ops for tensor in op.inputs + op.outputs}
-        storages = {tensor.storage for tensor in tensors.values()}
-        producers = {}
-        for number in tensors:
-            index = whole.producers.get(number)
-            if index is not None:
-                producers[number] = shortened.index_after_cut(index)
-
-        def used(every: tuple[Named, ...]) -> tuple[Named, ...]:
-            return tuple([named for named in every if named.tensor.id in tensors or named.tensor.storage in storages])
-
         recording = replace(
             shortened.recording,
-            parameters=used(whole.parameters),
-            buffers=used(whole.buffers),
-            producers=producers,
+            parameters=self._used(whole.parameters),
+            buffers=self._used(whole.buffers),
+            producers=self._producers(shortened),
         )
         shortened = replace(shortened, recording=recording)
-        outputs = tuple([replace(named, tensor=shortened.back(named.tensor)) for named in whole.outputs])
-        return replace(shortened, recording=replace(recording, outputs=outputs))
+        outputs = [replace(named, tensor=shortened.back(named.tensor)) for named in whole.outputs]
+        return replace(shortened, recording=replace(recording, outputs=tuple(outputs)))
+
+    def _tensors(self) -> Iterator[TensorRef]:
+        """Yield the tensors of the operations that stay."""
+        for op in self._ops:
+            yield from op.inputs
+            yield from op.outputs
+
+    def _producers(self, shortened: Shortened) -> dict[int, int]:
+        """Return the id of each tensor to the index of the operation that made it, among those that stay."""
+        producers = {}
+        for number in by_id(self._tensors()):
+            index = self._whole.producers.get(number)
+            if index is not None:
+                producers[number] = shortened.index_after_cut(index)
+        return producers
+
+    def _used(self, every: tuple[Named, ...]) -> tuple[Named, ...]:
+        """Return the parameters or buffers that the operations that stay read, or of which they read a view."""
+        ids: set[int] = set()
+        storages: set[int] = set()
+        for tensor in self._tensors():
+            ids.add(tensor.id)
+            storages.add(tensor.storage)
+        used = []
+        for named in every:
+            if named.tensor.id in ids or named.tensor.storage in storages:
+                used.append(named)
+        return tuple(used)
 
     def _append(self, ops: Sequence[Op]) -> None:
-        if not self._renamed and len(self._ops) == (ops[0].index if ops else 0):
+        first = ops[0].index if ops else 0
+        if not self._renamed and len(self._ops) == first:
             self._ops += ops
             return
-        self._ops += [self._op(op, index) for index, op in enumerate(ops, len(self._ops))]
+        for op in ops:
+            self._ops.append(self._op(op, len(self._ops)))
 
     def _op(self, op: Op, index: int) -> Op:
         """Return an operation after a stack, at another index, with the tensors of the layers that stay."""
@@ -390,45 +465,80 @@ class _Cut:
 
     def _leave_out(self, stack: Stack) -> None:
         """Take the last layer that stays for the last layer, and forget the tensors of the others."""
-        whole, later = self._whole, stack.kept - stack.period
-        for op, kept in zip(whole.ops[stack.end - later : stack.end], self._ops[-later:], strict=True):
-            self._calls[op.call], self._kernels[op.kernel] = kept.call, kept.kernel
-            self._forwards.update(zip(op.forwards, kept.forwards, strict=True))
-            self._modules.update(zip(_with_parents(op.module), _with_parents(kept.module), strict=True))
-            for tensor, stays in zip(op.inputs + op.outputs, kept.inputs + kept.outputs, strict=True):
-                if whole.producers.get(tensor.id, stack.start) < stack.start and tensor.id != stays.id:
-                    raise UnlikeError  # each layer reads another result of what is before the stack
-                if self._renamed.setdefault(tensor.id, stays).id != stays.id:
-                    raise UnlikeError
-                if self._storages.setdefault(tensor.storage, stays.storage) != stays.storage:
-                    raise UnlikeError
+        whole = self._whole
+        later = stack.kept - stack.period
+        last_layer = whole.ops[stack.end - later : stack.end]
+        for op, kept in zip(last_layer, self._ops[-later:], strict=True):
+            self._rename_op(op, kept, stack)
         for op in whole.ops[stack.start : stack.end]:
             for tensor in op.inputs + op.outputs:
-                made = whole.producers.get(tensor.id)
-                if made is None or made >= stack.start:
+                if self._is_of_stack(tensor, stack):
                     self._gone.add(tensor.id)
                     self._gone_storages.add(tensor.storage)
         self._gone -= self._renamed.keys()
         self._gone_storages -= self._storages.keys()
 
+    def _is_of_stack(self, tensor: TensorRef, stack: Stack) -> bool:
+        """Return whether an operation of a stack, or none at all, made a tensor that the stack has."""
+        producer_index = self._whole.producers.get(tensor.id)
+        return producer_index is None or producer_index >= stack.start
+
+    def _rename_op(self, op: Op, kept: Op, stack: Stack) -> None:
+        """Take an operation of the last layer that stays for one of the last layer, with all that it names.
+
+        Raises `UnlikeError` if each layer reads another result of what is before the stack.
+        """
+        self._calls[op.call] = kept.call
+        self._kernels[op.kernel] = kept.kernel
+        self._forwards.update(zip(op.forwards, kept.forwards, strict=True))
+        self._modules.update(zip(_with_parents(op.module), _with_parents(kept.module), strict=True))
+        tensors = op.inputs + op.outputs
+        for tensor, stays in zip(tensors, kept.inputs + kept.outputs, strict=True):
+            if tensor.id != stays.id and not self._is_of_stack(tensor, stack):
+                raise UnlikeError
+            self._rename(tensor, stays)
+
+    def _rename(self, tensor: TensorRef, stays: TensorRef) -> None:
+        """Take a tensor that stays for one of the last layer. Raises `UnlikeError` if another stands for it already."""
+        if self._renamed.setdefault(tensor.id, stays).id != stays.id:
+            raise UnlikeError
+        if self._storages.setdefault(tensor.storage, stays.storage) != stays.storage:
+            raise UnlikeError
+
 
 def _require_same_modules(ops: Sequence[Op], stack: Stack) -> None:
     """Raise `UnlikeError` unless the modules of every layer are nested as those of the second layer are."""
-    like = [op.module for op in ops[stack.start + stack.period : stack.start + 2 * stack.period]]
+    second = stack.start + stack.period
+    like = _modules_of(ops, second, second + stack.period)
     for start in range(stack.start, stack.end, stack.period):
-        layer = ops[start : min(start + stack.period, stack.end)]
-        pairs = set(zip(like, (op.module for op in layer), strict=False))
-        parts = set[tuple[str, str]]()
+        end = min(start + stack.period, stack.end)
+        pairs = set(zip(like, _modules_of(ops, start, end), strict=False))
+        parts: set[tuple[str, str]] = set()
         for left, right in pairs:
             parts.update(zip(_with_parents(left), _with_parents(right), strict=True))
-        if not len(parts) == len({left for left, _ in parts}) == len({right for _, right in parts}):
+        lefts, rights = (set(paths) for paths in zip(*parts, strict=True))
+        if not len(parts) == len(lefts) == len(rights):
             raise UnlikeError
+
+
+def _modules_of(ops: Sequence[Op], start: int, end: int) -> list[str]:
+    """Return the path of the module of each operation of a layer."""
+    return [op.module for op in ops[start:end]]
 
 
 @cache
 def _with_parents(path: str) -> tuple[str, ...]:
     """Return the path of a module with the paths of the modules around it: `blocks`, `blocks.0`, `blocks.0.attn`."""
     return tuple(accumulate(path.split("."), "{}.{}".format))
+
+
+def _shifts_of(layer: int, left_out: int) -> list[int]:
+    """Return how many layers later one of the three that stay ran: the middle one stands for those left out too."""
+    if layer == 0:
+        return [0]
+    if layer == 1:
+        return list(range(left_out + 1))
+    return [left_out]
 
 
 @dataclass(frozen=True)
@@ -452,21 +562,26 @@ class Shortened:
 
     def index_after_cut(self, index: int) -> int:
         """Return the index in the short recording of an operation that was not left out."""
-        return index - sum(stack.removed for stack in self.stacks if stack.end <= index)
+        removed = 0
+        for stack in self.stacks:
+            if stack.end <= index:
+                removed += stack.removed
+        return index - removed
 
     def back(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor in the short recording of a tensor in the whole one, or that which stays for it.
 
         Raises `UnlikeError` if no operation made it, although a layer has it.
         """
-        made = self.whole.producers.get(tensor.id)
-        if made is None:
+        producer_index = self.whole.producers.get(tensor.id)
+        if producer_index is None:
             return tensor
-        op, kept = self.whole.ops[made], self.recording.ops[self.short_index(made)]
+        op = self.whole.ops[producer_index]
+        kept = self.recording.ops[self.short_index(producer_index)]
         for output, stays in zip(op.outputs, kept.outputs, strict=True):
             if output.id == tensor.id:
                 return stays
-        if any(stack.has(made) for stack in self.stacks):
+        if any(stack.has(producer_index) for stack in self.stacks):
             raise UnlikeError
         return tensor
 
@@ -475,9 +590,14 @@ class Shortened:
         """The indices in the short recording of the layers that stay, by stack."""
         windows, removed = [], 0
         for stack in self.stacks:
-            windows.append(range(stack.start - removed, stack.start + stack.kept - removed))
+            start = stack.start - removed
+            windows.append(range(start, start + stack.kept))
             removed += stack.removed
         return tuple(windows)
+
+    def _ops_of(self, window: range) -> tuple[Op, ...]:
+        """Return the operations of the layers that stay of a stack."""
+        return self.recording.ops[window.start : window.stop]
 
     @cached_property
     def places(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -485,7 +605,7 @@ class Shortened:
         places: list[dict[int, tuple[int, int]]] = []
         for window in self.windows:
             first: dict[int, tuple[int, int]] = {}
-            for op in self.recording.ops[window.start : window.stop]:
+            for op in self._ops_of(window):
                 for place, tensor in enumerate(op.inputs + op.outputs):
                     first.setdefault(tensor.id, (op.index, place))
             places.append(first)
@@ -501,9 +621,10 @@ class Shortened:
         """The integers and booleans in the layers that stay whose numbers were kept."""
         tables: dict[int, TensorRef] = {}
         for window in self.windows:
-            for op in self.recording.ops[window.start : window.stop]:
+            for op in self._ops_of(window):
                 for tensor in op.inputs + op.outputs:
-                    if tensor.dtype.startswith(("int", "uint", "bool")) and tensor.id in self.whole.values:
+                    is_table = tensor.dtype.startswith(("int", "uint", "bool"))
+                    if is_table and tensor.id in self.whole.values:
                         tables[tensor.id] = tensor
         return [*tables.values()]
 
@@ -519,17 +640,20 @@ class Shortened:
         ((number, layer),) = places
         last = [stack.left_out for stack in self.stacks]
         # A stack before is seen from its end, and one after from its beginning.
-        before, after = last[:number], [0] * (len(last) - number)
+        before = last[:number]
+        after = [0] * (len(last) - number)
         if layer is None:
             return [Translation(self, (*before, *after), number, is_in_stack=False)]
-        shifts = range(last[number] + 1) if layer == 1 else [last[number] if layer else 0]
+        shifts = _shifts_of(layer, last[number])
         return [Translation(self, (*before, shift, *after[1:]), number) for shift in shifts]
 
     def _place(self, index: int) -> tuple[int, int | None]:
         """Return the number of the stack with an operation and its layer there; with None the stack that follows."""
         for number, (window, stack) in enumerate(zip(self.windows, self.stacks, strict=True)):
+            if index < window.start:
+                return number, None
             if index < window.stop:
-                return number, min((index - window.start) // stack.period, 2) if index >= window.start else None
+                return number, min((index - window.start) // stack.period, 2)
         return len(self.stacks), None
 
 
@@ -567,48 +691,68 @@ class Translation:
         if tensor.id < 0:
             raise UnlikeError
         for number in self._in_order:
-            known = self.shortened.places[number].get(tensor.id)
-            if known is not None:
-                op = self.shortened.whole.ops[self._index(known[0])]
-                return (op.inputs + op.outputs)[known[1]]
+            place = self.shortened.places[number].get(tensor.id)
+            if place is not None:
+                index, at = place
+                op = self.shortened.whole.ops[self._index(index)]
+                return (op.inputs + op.outputs)[at]
         return tensor
 
     def back(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor of the short recording for a tensor of the whole one, as seen from these layers."""
-        whole, made = self.shortened.whole, self.shortened.whole.producers.get(tensor.id)
-        if made is None:
+        whole = self.shortened.whole
+        producer_index = whole.producers.get(tensor.id)
+        if producer_index is None:
             return tensor
+        short_index = self._short_index(producer_index)
+        if short_index is None:
+            return self.shortened.back(tensor)
+        kept = self.shortened.recording.ops[short_index]
+        for output, stays in zip(whole.ops[producer_index].outputs, kept.outputs, strict=True):
+            if output.id == tensor.id:
+                return stays
+        return tensor
+
+    def _short_index(self, index: int) -> int | None:
+        """Return the index in the short recording of an operation that these layers stand for; None for others."""
         removed = 0
-        for number, stack in enumerate(self.shortened.stacks):
-            index = made - self.shifts[number] * stack.period
-            if stack.start <= index < stack.start + stack.kept and made < stack.end:
-                kept = self.shortened.recording.ops[index - removed]
-                pairs = zip(whole.ops[made].outputs, kept.outputs, strict=True)
-                return next((stays for output, stays in pairs if output.id == tensor.id), tensor)
+        for shift, stack in zip(self.shifts, self.shortened.stacks, strict=True):
+            first = index - shift * stack.period
+            is_kept = stack.start <= first < stack.start + stack.kept
+            if is_kept and index < stack.end:
+                return first - removed
             removed += stack.removed
-        return self.shortened.back(tensor)
+        return None
 
     def module(self, path: str) -> str:
         """Return the path of the module in the whole recording."""
+        if not path:
+            return path
+        depth = path.count(".") + 1
         for number in self._in_order:
             window = self.shortened.windows[number]
             for op in self.shortened.recording.ops[window.start : window.stop]:
                 if op.module == path or op.module.startswith(path + "."):
-                    return ".".join(self.op(op).module.split(".")[: path.count(".") + 1]) if path else path
+                    return ".".join(self.op(op).module.split(".")[:depth])
         return path
 
     def parameter(self, name: str) -> str:
         """Return the name of the parameter in the whole recording. Raises `UnlikeError` if no operation reads it."""
         tensor = self.shortened.parameters[name]
-        if self.is_in_stack and not any(tensor.id in places for places in self.shortened.places):
+        is_read = any(tensor.id in places for places in self.shortened.places)
+        if self.is_in_stack and not is_read:
             raise UnlikeError
         return self.shortened.whole.parameter_names[self.tensor(tensor).id]
 
     def has_same_tables(self) -> bool:
         """Return whether the integers and booleans that were kept have the same numbers in the whole recording."""
         values = self.shortened.whole.values
-        pairs = ((values[table.id], values.get(self.tensor(table).id)) for table in self.shortened.tables)
-        return all(left is right or same_content(left, right) for left, right in pairs)
+        for table in self.shortened.tables:
+            left = values[table.id]
+            right = values.get(self.tensor(table).id)
+            if left is not right and not same_content(left, right):
+                return False
+        return True
 
     def of(self, value: T) -> T:
         """Return plain data with its operations, its tensors, and the paths in fields `module` translated."""
@@ -627,6 +771,10 @@ class Translation:
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not is_dataclass(value) or isinstance(value, type):
             return value
+        return self._of_fields(value)
+
+    def _of_fields(self, value: Any) -> Any:
+        """Return a dataclass with its fields translated; the same object if nothing in them changes."""
         changes = {}
         for field in fields(value):
             before = getattr(value, field.name)
@@ -638,9 +786,13 @@ class Translation:
 
 def same_content(left: Tensor | None, right: Tensor | None) -> bool:
     """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers."""
-    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+    if left is None or right is None:
         return False
-    return (left.is_meta and right.is_meta) or (left.device == right.device and torch.equal(left, right))
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.is_meta and right.is_meta:
+        return True
+    return left.device == right.device and torch.equal(left, right)
 
 
 class TranslatedDimensions:

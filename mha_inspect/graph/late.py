@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..record.ops import TensorRef
+from ..record.ops import Op, TensorRef
 from .attention import Attention
 from .dataflow import Graph
-from .replay import NotReplayedError, Replay, drawn, in_layout, region
+from .ids import by_id
+from .replay import NotReplayedError, Region, Replay, drawn, in_layout, region
 from .rerun import Constants
 
 _NEAR = 0.02
@@ -26,7 +27,11 @@ _NEAR = 0.02
 _DRAWS = 2
 
 
-def average_of_ones(graph: Graph, turns: Sequence[Attention], constants: Constants) -> tuple[float, float] | None:
+def average_of_ones(
+    graph: Graph,
+    turns: Sequence[Attention],
+    constants: Constants,
+) -> tuple[float, float] | None:
     """Return the lowest and highest result of these pieces of one attention if all values are one.
 
     None if it is one everywhere, as in an average, or if this part cannot be run again.
@@ -34,8 +39,8 @@ def average_of_ones(graph: Graph, turns: Sequence[Attention], constants: Constan
     divided = turns[0].divided
     if divided is None:
         return None
-    scores = {turn.score_product.op.output.id: turn.score_product.op.output for turn in turns}
-    values = {tensor.id: tensor for tensor in map(_values_of, turns)}
+    scores = by_id(turn.score_product.op.output for turn in turns)
+    values = by_id(map(_values_of, turns))
     if scores.keys() & values.keys():
         return None
     part = region(graph, (*scores.values(), *values.values()), divided.output)
@@ -48,7 +53,9 @@ def average_of_ones(graph: Graph, turns: Sequence[Attention], constants: Constan
     except NotReplayedError:
         return None
     finite = results[results.isfinite()]
-    return (float(finite.min()), float(finite.max())) if finite.numel() else (torch.nan, torch.nan)
+    if not finite.numel():
+        return torch.nan, torch.nan
+    return float(finite.min()), float(finite.max())
 
 
 def _is_one(results: Tensor) -> bool:
@@ -86,12 +93,19 @@ class _Division:
     def of_values(self, number: float, draw: int) -> Tensor:
         """Return the result for drawn scores, and values that are all one number."""
         generator = torch.Generator().manual_seed(draw)
-        given = {tensor.id: drawn(tensor, generator) for tensor in self.scores.values()}
-        given |= {tensor.id: _filled(tensor, number) for tensor in self.values.values()}
+        given: dict[int, Tensor] = {}
+        for tensor in self.scores.values():
+            given[tensor.id] = drawn(tensor, generator)
+        for tensor in self.values.values():
+            given[tensor.id] = _filled(tensor, number)
         return self.replay.run(given, draw)[self.result.id]
 
 
-def with_exponentials_masked(graph: Graph, turn: Attention, constants: Constants) -> Attention:
+def with_exponentials_masked(
+    graph: Graph,
+    turn: Attention,
+    constants: Constants,
+) -> Attention:
     """Return an attention with what masks its exponentials, e.g. `scores.exp().tril()`, or multiplies them by numbers.
 
     It is read where these numbers are known, and where exponentials and weights have the same layout.
@@ -100,27 +114,55 @@ def with_exponentials_masked(graph: Graph, turn: Attention, constants: Constants
     if turn.divided is None or weights.id == exponentials.id:
         return turn
     part = region(graph, (exponentials,), weights)
+    content = _content_for_ones(graph, part, constants)
+    alike = [op for op in part.ops if op.output.shape == exponentials.shape]
+    if content is None or not alike:
+        return turn
+    factors = content[alike[-1].output.id]
+    if not _has_same_numbers(factors, content[weights.id]):
+        return turn
+    changing = []
+    for op in alike:
+        if bool((content[op.output.id] != 1).any()):
+            changing.append(op)
+    if not changing:
+        return turn
+    seen = factors != 0
+    return replace(
+        turn,
+        seen=None if bool(seen.all()) else seen,
+        masks=_with_mask(turn.masks, changing),
+        has_factors=torch.unique(factors[seen]).numel() > 1,
+    )
+
+
+def _content_for_ones(
+    graph: Graph,
+    part: Region,
+    constants: Constants,
+) -> dict[int, Tensor] | None:
+    """Return the content of each tensor of a region for a source of ones; None if that is unknown."""
+    (source,) = part.sources
     try:
         with torch.device("cpu"):
             replay = Replay(graph, part, constants)
-            content = replay.run({exponentials.id: _filled(exponentials, 1.0)})
+            content = replay.run({source.id: _filled(source, 1.0)})
     except NotReplayedError:
-        return turn
-    alike = [op for op in part.ops if op.output.shape == exponentials.shape]
-    if replay.unknown or not alike:
-        return turn
-    # Between exponentials and the product there may be reshapes.
-    factors = content[alike[-1].output.id]
-    if not torch.equal(factors.flatten().sort().values, content[weights.id].flatten().sort().values):
-        return turn
-    has_factors = torch.unique(factors[factors != 0]).numel() > 1
-    changing = [op for op in alike if bool((content[op.output.id] != 1).any())]
-    if not changing:
-        return turn
-    known = {op.index for op in turn.masks}
-    masks = turn.masks if known & {op.index for op in changing} else (*turn.masks, changing[0])
-    seen = factors != 0
-    return replace(turn, seen=None if bool(seen.all()) else seen, masks=masks, has_factors=has_factors)
+        return None
+    return None if replay.unknown else content
+
+
+def _has_same_numbers(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have the same numbers in any order: between them there may be reshapes."""
+    return torch.equal(left.flatten().sort().values, right.flatten().sort().values)
+
+
+def _with_mask(masks: tuple[Op, ...], changing: Sequence[Op]) -> tuple[Op, ...]:
+    """Return masks with the first operation that changes exponentials, if none of these is among the masks."""
+    indices = {op.index for op in masks}
+    if any(op.index in indices for op in changing):
+        return masks
+    return (*masks, changing[0])
 
 
 def _filled(tensor: TensorRef, number: float) -> Tensor:

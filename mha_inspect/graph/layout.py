@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -54,13 +55,20 @@ class Span(NamedTuple):
         low = change(self.low)
         return Span(low, low if self.high is self.low else change(self.high))
 
-    def together(self, other: Span) -> Span:
+    def together(self, span: Span) -> Span:
         """Return the span of elements that are made of both, e.g. a feature and the one that it is rotated with."""
-        if other.low is self.low and other.high is self.high:
+        if self._is_same(span):
             return self
-        if self.low.shape == other.low.shape and (self.low == other.low).all() and (self.high == other.high).all():
-            return self
-        return Span(_lower(self.low, other.low), np.maximum(self.high, other.high))
+        low = _lower(self.low, span.low)
+        return Span(low, np.maximum(self.high, span.high))
+
+    def _is_same(self, span: Span) -> bool:
+        if span.low is self.low and span.high is self.high:
+            return True
+        if self.low.shape != span.low.shape:
+            return False
+        is_same_low = bool((self.low == span.low).all())
+        return is_same_low and bool((self.high == span.high).all())
 
     def varies(self, places: Iterable[int]) -> bool:
         """Return whether the index differs along one of these dimensions."""
@@ -98,7 +106,8 @@ class Layout:
 
     def mapped(self, shape: Shape, change: Callable[[Indices], Indices]) -> Layout:
         """Return the layout after a change of every array that only moves elements."""
-        return Layout(shape, {source: span.mapped(change) for source, span in self.spans.items()})
+        spans = {source: span.mapped(change) for source, span in self.spans.items()}
+        return Layout(shape, spans)
 
     def without(self, *places: int) -> Layout:
         """Return the layout without the tensors whose index differs along these dimensions."""
@@ -109,35 +118,46 @@ class Layout:
         gone = {source.of for source, span in self.spans.items() if is_gone(span)}
         if not gone:
             return self
-        return Layout(self.shape, {source: span for source, span in self.spans.items() if source.of not in gone})
+        stays = {}
+        for source, span in self.spans.items():
+            if source.of not in gone:
+                stays[source] = span
+        return Layout(self.shape, stays)
 
     def places_in(self, of: Hashable, shape: Shape, stride: Sequence[int]) -> Span | None:
         """Return the places in the memory of a tensor that each element is made of; None if they are unknown."""
-        ends = [np.zeros([1] * len(self.shape), np.int64)] * 2
-        known: npt.NDArray[np.bool_] | None = None
+        low = high = np.zeros([1] * len(self.shape), np.int64)
+        is_made_of: npt.NDArray[np.bool_] | None = None
         for dim, (size, step) in enumerate(zip(shape, stride, strict=True)):
             span = self.spans.get(Source(of, dim))
             if span is None:
                 if size > 1:
                     return None
                 continue
-            ends = [end + step * indices for end, indices in zip(ends, span, strict=True)]
+            low = low + step * span.low
+            high = high + step * span.high
             if not span.is_everywhere:
-                known = span.is_known if known is None else known & span.is_known
-        low, high = ends if known is None else [np.where(known, end, ABSENT) for end in ends]
+                is_made_of = span.is_known if is_made_of is None else is_made_of & span.is_known
+        if is_made_of is None:
+            return Span(low, high)
+        low = np.where(is_made_of, low, ABSENT)
+        high = np.where(is_made_of, high, ABSENT)
         return Span(low, high)
 
     def along(self, place: int, of: Hashable) -> Layout:
         """Return the layout of the first row along a dimension that is made of a tensor."""
-        layout, rank = self, len(self.shape)
+        rank = len(self.shape)
+        others = [at for at in range(rank) if at != place % rank]
+        layout = self
         for source, span in self.spans.items():
-            if source.of == of and not span.is_everywhere:
-                first = np.argwhere(span.is_known)[0]
-                for at in range(rank):
-                    if at != place % rank and span.low.shape[at] > 1:
-                        layout = taken(layout, at, first[at : at + 1])
-        for at in range(rank):
-            if at != place % rank and layout.shape[at] > 1:
+            if source.of != of or span.is_everywhere:
+                continue
+            first = np.argwhere(span.is_known)[0]
+            for at in others:
+                if span.low.shape[at] > 1:
+                    layout = taken(layout, at, first[at : at + 1])
+        for at in others:
+            if layout.shape[at] > 1:
                 layout = taken(layout, at, np.array([0]))
         return layout
 
@@ -148,7 +168,8 @@ def whole(of: Hashable, shape: Shape) -> Layout:
     for dim, size in enumerate(shape):
         ones = [1] * len(shape)
         ones[dim] = size
-        spans[Source(of, dim)] = Span.of(np.arange(size).reshape(ones))
+        indices = np.arange(size).reshape(ones)
+        spans[Source(of, dim)] = Span.of(indices)
     return Layout(shape, spans)
 
 
@@ -165,22 +186,29 @@ class View(NamedTuple):
     @property
     def end(self) -> int:
         """The position after its last element."""
-        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        last = self.offset
+        for size, step in zip(self.shape, self.stride, strict=True):
+            last += (size - 1) * step
+        return last + 1
 
     @property
     def is_dense(self) -> bool:
         """Whether it fills its memory: its elements lie side by side, in any order."""
-        size = 1
-        for step, n in sorted(zip(self.stride, self.shape, strict=True)):
-            if n > 1 and step != size:
+        end = 1
+        steps = zip(self.stride, self.shape, strict=True)
+        for step, size in sorted(steps):
+            if size > 1 and step != end:
                 return False
-            size *= n
+            end *= size
         return True
 
 
 def contiguous(shape: Shape) -> View:
     """Return the place of a tensor in memory of its own, in row-major order."""
-    return View(shape, tuple([prod(shape[place + 1 :]) for place in range(len(shape))]))
+    strides = []
+    for place in range(len(shape)):
+        strides.append(prod(shape[place + 1 :]))
+    return View(shape, tuple(strides))
 
 
 def viewed(layout: Layout, source: View, view: View) -> Layout:
@@ -195,9 +223,12 @@ def _read_at(array: Indices, source: View, view: View) -> Indices:
     ones = [1] * len(view.shape)
     if array.size == 1:
         return array.reshape(ones)
-    along = [
-        _index_along(source, view, place) if size > 1 else np.zeros(ones, int) for place, size in enumerate(array.shape)
-    ]
+    along = []
+    for place, size in enumerate(array.shape):
+        if size > 1:
+            along.append(_index_along(source, view, place))
+        else:
+            along.append(np.zeros(ones, int))
     return collapsed(array[tuple(along)])
 
 
@@ -208,17 +239,30 @@ def _index_along(source: View, view: View, place: int) -> Indices:
     In rows of 12 elements, `view(length, 3, 4)` has `4 · head + feature`: the place in memory, without what is a
     multiple of the next larger stride, divided by the stride.
     """
-    stride, size, first = source.stride[place], source.shape[place], view.offset - source.offset
-    dims = [(dim, n, step) for dim, (n, step) in enumerate(zip(view.shape, view.stride, strict=True)) if n > 1]
-    # Steps below the stride count if they add up to it.
-    is_carried = first % stride + sum((n - 1) * (step % stride) for _, n, step in dims) >= stride
-    position = np.full([1] * len(view.shape), first)
-    for dim, n, step in dims:
-        if (step >= stride or is_carried) and step % (stride * size):
-            along = [1] * len(view.shape)
-            along[dim] = n
-            position = position + (step * np.arange(n)).reshape(along)
+    stride = source.stride[place]
+    size = source.shape[place]
+    wider = stride * size
+    first = view.offset - source.offset
+    is_carried = _adds_up(view, first, stride)
+    ones = [1] * len(view.shape)
+    position = np.full(ones, first)
+    for dim, (length, step) in enumerate(zip(view.shape, view.stride, strict=True)):
+        counts = step >= stride or is_carried
+        if length < 2 or not counts or step % wider == 0:
+            continue
+        along = list(ones)
+        along[dim] = length
+        position = position + (step * np.arange(length)).reshape(along)
     return position // stride % size
+
+
+def _adds_up(view: View, first: int, stride: int) -> bool:
+    """Return whether steps below a stride add up to it, so that they count for the index along its dimension."""
+    rest = first % stride
+    for length, step in zip(view.shape, view.stride, strict=True):
+        if length > 1:
+            rest += (length - 1) * (step % stride)
+    return rest >= stride
 
 
 def taken(layout: Layout, place: int, indices: Indices) -> Layout:
@@ -247,7 +291,8 @@ def collapsed(array: Indices) -> Indices:
     """Return an array with size one along the dimensions along which it does not differ."""
     for place, size in enumerate(array.shape):
         if size > 1:
-            first = array[(slice(None),) * place + (slice(0, 1),)]
+            before = (slice(None),) * place
+            first = array[(*before, slice(0, 1))]
             if (array == first).all():
                 array = first
     return array
@@ -258,44 +303,70 @@ def joined(layouts: Sequence[Layout], place: int) -> Layout:
 
     Where a piece is not made of a tensor, one dimension of the tensor says so: that of rows, if rows are concatenated.
     """
-    first, sizes = layouts[0], [layout.shape[place] for layout in layouts]
-    shape = _with_size(first.shape, place, sum(sizes))
+    sizes = [layout.shape[place] for layout in layouts]
+    shape = _with_size(layouts[0].shape, place, sum(sizes))
+    ones = [1] * len(shape)
+    absent = Span.of(np.full(ones, ABSENT))
     spans: dict[Source, Span] = {}
-    for of in dict.fromkeys(source.of for layout in layouts for source in layout.spans):
-        sources = [source for source in dict.fromkeys(s for layout in layouts for s in layout.spans) if source.of == of]
+    for sources in _by_tensor(layouts):
         marker = max(sources, key=lambda source: _varies_in(layouts, source, place))
         for source in sources:
             pieces = [layout.spans.get(source) for layout in layouts]
-            missing = _one_of(pieces, place)
-            if source == marker:
-                missing = Span.of(np.full([1] * len(shape), ABSENT))
-            spans[source] = _concatenated([missing if piece is None else piece for piece in pieces], place, sizes)
+            missing = absent if source == marker else _first_index(pieces, place)
+            spans[source] = _concatenated(pieces, missing, place, sizes)
     return Layout(shape, spans)
 
 
+def _by_tensor(layouts: Iterable[Layout]) -> list[list[Source]]:
+    """Return the sources of layouts in their order, those of one tensor together."""
+    sources: dict[Hashable, dict[Source, None]] = {}
+    for layout in layouts:
+        for source in layout.spans:
+            sources.setdefault(source.of, {})[source] = None
+    return [list(of_tensor) for of_tensor in sources.values()]
+
+
 def _varies_in(layouts: Iterable[Layout], source: Source, place: int) -> bool:
-    return any(source in layout.spans and layout.spans[source].varies([place]) for layout in layouts)
+    """Return whether the index of a source differs along a dimension in one of these layouts."""
+    for layout in layouts:
+        span = layout.spans.get(source)
+        if span is not None and span.varies([place]):
+            return True
+    return False
 
 
-def _one_of(pieces: Iterable[Span | None], place: int) -> Span:
+def _first_index(pieces: Iterable[Span | None], place: int) -> Span:
     """Return the first index along a dimension of the first piece that is made of a source."""
-    known = next(piece for piece in pieces if piece is not None)
-    return known.mapped(lambda array: array.take([0], place))
+    span = next(filter(None, pieces))
+    return span.mapped(lambda array: array.take([0], place))
 
 
-def _concatenated(pieces: Sequence[Span], place: int, sizes: Sequence[int]) -> Span:
-    first = pieces[0]
-    if all(piece is first for piece in pieces) and not first.varies([place]):
+def _concatenated(
+    pieces: Sequence[Span | None],
+    missing: Span,
+    place: int,
+    sizes: Sequence[int],
+) -> Span:
+    """Return the span of pieces side by side; of those that are not made of the source it is `missing`."""
+    filled = [piece or missing for piece in pieces]
+    first = filled[0]
+    is_same = all(piece is first for piece in filled)
+    if is_same and not first.varies([place]):
         return first
-    outer = np.broadcast_shapes(*(_with_size(piece.low.shape, place, 1) for piece in pieces))
+    lows, highs = zip(*filled, strict=True)
+    joined_low = _side_by_side(lows, place, sizes)
+    if all(map(is_, lows, highs)):
+        return Span.of(joined_low)
+    return Span(joined_low, _side_by_side(highs, place, sizes))
 
-    def end(arrays: Iterable[Indices]) -> Indices:
-        full = [np.broadcast_to(array, _with_size(outer, place, n)) for array, n in zip(arrays, sizes, strict=True)]
-        return collapsed(np.concatenate(full, place))
 
-    low = end(piece.low for piece in pieces)
-    is_one = all(piece.high is piece.low for piece in pieces)
-    return Span(low, low if is_one else end(piece.high for piece in pieces))
+def _side_by_side(arrays: Sequence[Indices], place: int, sizes: Sequence[int]) -> Indices:
+    """Return arrays concatenated along a dimension, in which they have these sizes."""
+    outer = np.broadcast_shapes(*(_with_size(array.shape, place, 1) for array in arrays))
+    full = []
+    for array, size in zip(arrays, sizes, strict=True):
+        full.append(np.broadcast_to(array, _with_size(outer, place, size)))
+    return collapsed(np.concatenate(full, place))
 
 
 def _with_size(shape: Sequence[int], place: int, size: int) -> Shape:
@@ -309,14 +380,29 @@ def combined(layouts: Sequence[Layout], shape: Shape) -> Layout:
     """Combine tensors element by element; those that do not broadcast to the shape are no part."""
     spans: dict[Source, Span] = {}
     for layout in layouts:
-        missing = len(shape) - len(layout.shape)
-        if missing < 0 or any(n not in (1, m) for n, m in zip(layout.shape, shape[missing:], strict=True)):
+        if not _broadcasts(layout.shape, shape):
             continue
         for source, span in layout.spans.items():
-            if missing:
-                span = span.mapped(lambda array: array.reshape((1,) * (len(shape) - array.ndim) + array.shape))
-            spans[source] = spans[source].together(span) if source in spans else span
+            if len(layout.shape) < len(shape):
+                span = span.mapped(lambda array: _with_rank(array, len(shape)))
+            if source in spans:
+                span = spans[source].together(span)
+            spans[source] = span
     return Layout(shape, spans)
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    """Return whether a tensor can be broadcast to a shape."""
+    missing = len(to) - len(shape)
+    if missing < 0:
+        return False
+    sizes = zip(shape, to[missing:], strict=True)
+    return all(size in (1, wider) for size, wider in sizes)
+
+
+def _with_rank(array: Indices, rank: int) -> Indices:
+    """Return an array with dimensions of size one before its own, as broadcasting adds them."""
+    return array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
 def reduced(layout: Layout, places: Iterable[int], shape: Shape) -> Layout:
@@ -350,26 +436,61 @@ _LARGEST = 1 << 24
 def read(view: View, written: Sequence[tuple[View, Layout]]) -> Layout:
     """Return the layout of a view of memory into which these tensors were written, in order."""
     if len(written) == 1:
-        ((place, layout),) = written
-        is_within = place.is_dense and place.offset <= view.offset and view.end <= place.end
-        if place == view or (is_within and 0 not in view.shape):
+        place, layout = written[0]
+        if place == view or _is_within(place, view):
             return viewed(layout, place, view)
-    size = max(place.end for place in (view, *(place for place, _ in written)))
+    size = view.end
+    for place, _ in written:
+        size = max(size, place.end)
     if size > _LARGEST or not written or 0 in view.shape:
         return Layout(view.shape)
-    spans = {}
-    for source in dict.fromkeys(source for _, layout in written for source in layout.spans):
-
-        def end(number: int, source: Source = source) -> Indices:
-            memory = np.full(size, ABSENT)
-            for place, layout in written:
-                _viewed(memory, place)[...] = layout.spans[source][number] if source in layout.spans else ABSENT
-            return collapsed(_viewed(memory, view))
-
-        low = end(0)
-        is_one = all(s.low is s.high for _, layout in written if (s := layout.spans.get(source)) is not None)
-        spans[source] = Span(low, low if is_one else end(1))
+    memory = _Memory(size, written)
+    spans = {source: memory.read(source, view) for source in memory.sources()}
     return Layout(view.shape, spans).without_any(lambda span: not span.is_known.any())
+
+
+def _is_within(place: View, view: View) -> bool:
+    """Return whether a view is of the elements of one dense tensor alone."""
+    if not place.is_dense or 0 in view.shape:
+        return False
+    return place.offset <= view.offset and view.end <= place.end
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory into which tensors were written, in order."""
+
+    size: int
+    written: Sequence[tuple[View, Layout]]
+
+    def sources(self) -> list[Source]:
+        """Return the sources of all that was written, in order."""
+        sources: dict[Source, None] = {}
+        for _, layout in self.written:
+            sources.update(dict.fromkeys(layout.spans))
+        return list(sources)
+
+    def read(self, source: Source, view: View) -> Span:
+        """Return the indices of a source at a view."""
+        lows: list[Indices | None] = []
+        highs: list[Indices | None] = []
+        is_one_index = True
+        for _, layout in self.written:
+            low, high = layout.spans.get(source) or (None, None)
+            lows.append(low)
+            highs.append(high)
+            is_one_index = is_one_index and low is high
+        joined_low = self._read_end(lows, view)
+        if is_one_index:
+            return Span.of(joined_low)
+        return Span(joined_low, self._read_end(highs, view))
+
+    def _read_end(self, arrays: Sequence[Indices | None], view: View) -> Indices:
+        """Return what a view has after these indices were written; None stands for what is not of the source."""
+        memory = np.full(self.size, ABSENT)
+        for (place, _), array in zip(self.written, arrays, strict=True):
+            _viewed(memory, place)[...] = ABSENT if array is None else array
+        return collapsed(_viewed(memory, view))
 
 
 def _viewed(memory: Indices, view: View) -> Indices:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from .axis import setting
+from .axis import plain_name, setting
 from .dataflow import Graph
 from .layout import (
     ABSENT,
@@ -45,7 +45,11 @@ class Layouts:
     A view is known by its strides, so only operations that fill memory are followed.
     """
 
-    def __init__(self, graph: Graph, given: Iterable[tuple[TensorRef, Layout]] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        given: Iterable[tuple[TensorRef, Layout]] = (),
+    ) -> None:
         self.graph = graph
         self._layouts: dict[int, Layout] = {}
         self._in_memory: dict[int, dict[int, tuple[TensorRef, Layout]]] = {}
@@ -58,11 +62,15 @@ class Layouts:
         """Take the layout of a tensor, and of the pieces that it is put together from."""
         recording = self.graph.recording
         self._put(recording.producers.get(tensor.id, -1), tensor, layout)
-        join, start = recording.joins.get(tensor.id), 0
-        for piece in () if join is None else join.inputs:
-            place = join.args[1] if join is not None else 0
-            size = piece.shape[place] if len(piece.shape) == len(tensor.shape) else 1
-            part = taken(layout, place, np.arange(start, start + size))
+        join = recording.joins.get(tensor.id)
+        if join is None:
+            return
+        place, start = join.args[1], 0
+        for piece in join.inputs:
+            has_place = len(piece.shape) == len(tensor.shape)
+            size = piece.shape[place] if has_place else 1
+            indices = np.arange(start, start + size)
+            part = taken(layout, place, indices)
             self._give(piece, reshaped(part, piece.shape))
             start += size
 
@@ -77,51 +85,71 @@ class Layouts:
             if is_view or op.index in self._followed or not op.outputs:
                 continue
             self._followed.add(op.index)
-            layouts = [self.of(tensor) for tensor in op.inputs]
-            results = self._results(op, layouts) if any(layout.spans for layout in layouts) else []
-            for tensor, layout in zip_longest(op.outputs, results[: len(op.outputs)]):
-                if layout is not None and layout.shape == shape_of(tensor):
+            results = self._results(op)[: len(op.outputs)]
+            for tensor, layout in zip_longest(op.outputs, results):
+                shape = shape_of(tensor)
+                if layout is not None and layout.shape == shape:
                     self._put(op.index, tensor, layout)
                 elif op.kind == "write":  # what was there is gone
-                    self._put(op.index, tensor, Layout(shape_of(tensor)))
+                    self._put(op.index, tensor, Layout(shape))
 
     def of(self, tensor: TensorRef) -> Layout:
         """Return the layout of a tensor; without sources if it is made of none, or that is unknown."""
-        known = self._layouts.get(tensor.id)
-        return self._from_memory(tensor) if known is None else known
+        layout = self._layouts.get(tensor.id)
+        return self._from_memory(tensor) if layout is None else layout
 
     def _from_memory(self, tensor: TensorRef) -> Layout:
         """Return the layout of a view of a parameter, or of memory that operations filled."""
-        view, last = _view_of(tensor), self.graph.recording.producers.get(tensor.id, -1)
+        view = _view_of(tensor)
+        filled = self._filled_before(tensor)
+        parameters = self.graph.parameters_in(tensor.storage)
+        if not parameters:
+            return combined([read(view, filled)], view.shape)
+        layouts = []
+        for named in parameters:
+            parameter = _view_of(named.tensor), whole(named.name, named.tensor.shape)
+            layouts.append(read(view, [parameter, *filled]))
+        return combined(layouts, view.shape)
+
+    def _filled_before(self, tensor: TensorRef) -> list[tuple[View, Layout]]:
+        """Return what operations put into the memory of a tensor until it was made, in order."""
+        last = self.graph.recording.producers.get(tensor.id, -1)
         filled: list[tuple[View, Layout]] = []
-        for index, (ref, layout) in sorted(self._in_memory.get(tensor.storage, {}).items()):
-            if index <= last:
-                place = _view_of(ref)
-                filled = [(place, layout)] if filled and place == filled[0][0] else [*filled, (place, layout)]
-        of_parameters = [
-            read(view, [(_view_of(named.tensor), whole(named.name, named.tensor.shape)), *filled])
-            for named in self.graph.parameters_in(tensor.storage)
-        ]
-        return combined(of_parameters or [read(view, filled)], view.shape)
+        in_memory = self._in_memory.get(tensor.storage, {})
+        for index in sorted(in_memory):
+            if index > last:
+                continue
+            written, layout = in_memory[index]
+            place = _view_of(written)
+            if filled and place == filled[0][0]:
+                filled = []  # all that was there is written over
+            filled.append((place, layout))
+        return filled
 
     def entering(self, op: Op) -> Layout:
         """Return for each projected feature the first weight element that it is multiplied by."""
-        weight, rank = self.graph.weight_of(op), len(self.graph.weight_of(op).shape)
-        layout, (summed, made) = self.of(weight), self.graph.places_of_weight(op)
+        weight = self.graph.weight_of(op)
+        rank = len(weight.shape)
+        layout = self.of(weight)
         if rank < 2:
             return layout
-        layout = taken(layout, made % rank, np.array([0]))
+        summed, features = self.graph.places_of_weight(op)
+        layout = taken(layout, features % rank, _FIRST)
         if op.base_name == "convolution":
             for place in range(2, rank):
-                layout = taken(layout, place, np.array([0]))
-            return reshaped(layout, (weight.shape[summed], *[1] * (rank - 2)))
+                layout = taken(layout, place, _FIRST)
+            ones = [1] * (rank - 2)
+            return reshaped(layout, (weight.shape[summed], *ones))
         if len(self.graph.projected(op).shape) == 1:
             return reshaped(layout, (max(layout.shape),))
         return swapped(layout, rank - 2, rank - 1)
 
-    def _results(self, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+    def _results(self, op: Op) -> Results:
         """Return the layouts of an operation's outputs; None where they are unknown."""
-        name = op.base_name.rstrip("_")
+        layouts = [self.of(tensor) for tensor in op.inputs]
+        if not any(layout.spans for layout in layouts):
+            return []
+        name = plain_name(op)
         rule = _RULES.get(name) or _RULES.get(axes_rule(op.base_name))
         if rule is not None:
             return rule(self, op, layouts)
@@ -143,57 +171,75 @@ def _is_complex(tensor: TensorRef) -> bool:
 
 
 def _view_of(tensor: TensorRef) -> View:
-    if _is_complex(tensor):
-        return View((*tensor.shape, 2), (*(2 * step for step in tensor.stride), 1), 2 * tensor.offset)
-    return View(tensor.shape, tensor.stride, tensor.offset)
+    shape, stride, offset = tensor.shape, tensor.stride, tensor.offset
+    if not _is_complex(tensor):
+        return View(shape, stride, offset)
+    steps = [2 * step for step in stride]
+    return View((*shape, 2), (*steps, 1), 2 * offset)
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[Layouts, Op, list[Layout]], Sequence[Layout | None]]
+Results = Sequence[Layout | None]
+"""The layout of each output of an operation; None where it is unknown."""
+Rule = Callable[[Layouts, Op, list[Layout]], Results]
 """A function of an operation and the layouts of its inputs that returns the layouts of its outputs."""
+_FIRST = np.array([0])
+"""The first index of a dimension."""
 
 
-def _pointwise(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _pointwise(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     """Combine element by element; a number for each channel comes after the batch."""
-    rank = len(op.output.shape)
+    operands = layouts
     if "batch_norm" in op.base_name or "group_norm" in op.base_name:
-        layouts = [_by_channel(layout, rank) for layout in layouts]
+        rank = len(op.output.shape)
+        operands = [_by_channel(layout, rank) for layout in operands]
     if _is_complex(op.output):
-        layouts = [
-            layout if _is_complex(tensor) else reshaped(layout, (*layout.shape, 1))
-            for layout, tensor in zip(layouts, op.inputs, strict=True)
-        ]
-    return [combined(layouts, shape_of(op.output))]
+        operands = list(map(_as_complex, operands, op.inputs))
+    return [combined(operands, shape_of(op.output))]
+
+
+def _as_complex(layout: Layout, tensor: TensorRef) -> Layout:
+    """Return the layout of a tensor with a last dimension for complex numbers."""
+    return layout if _is_complex(tensor) else reshaped(layout, (*layout.shape, 1))
 
 
 def _by_channel(layout: Layout, rank: int) -> Layout:
     """Return the layout of one number per channel, to broadcast to a tensor with the channels after the batch."""
-    return reshaped(layout, (*layout.shape, *[1] * (rank - 2))) if len(layout.shape) == 1 else layout
+    if len(layout.shape) != 1:
+        return layout
+    return reshaped(layout, (*layout.shape, *[1] * (rank - 2)))
 
 
-def _first(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _first(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     return [layouts[0]]
 
 
-def _copy(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _copy(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     return [combined(layouts[-1:], shape_of(op.output))]
 
 
-def _reshape(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _reshape(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     return [reshaped(layouts[0], shape_of(op.output))]
 
 
-def _join(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _join(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     rank = len(op.output.shape)
     place = int(setting(op, 1, "dim", 0)) % max(rank, 1)
-    if op.base_name == "stack":
-        layouts = [reshaped(layout, (*layout.shape[:place], 1, *layout.shape[place:])) for layout in layouts]
-    used = [layout for layout, tensor in zip(layouts, op.inputs, strict=True) if tensor.numel]
-    return [joined(used, place)] if used and all(layout.shape for layout in used) else []
+    used = []
+    for layout, tensor in zip(layouts, op.inputs, strict=True):
+        if op.base_name == "stack":
+            sizes = list(layout.shape)
+            sizes.insert(place, 1)
+            layout = reshaped(layout, tuple(sizes))
+        if tensor.numel:
+            used.append(layout)
+    if not used or not all(layout.shape for layout in used):
+        return []
+    return [joined(used, place)]
 
 
-def _reduce(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _reduce(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
     return [reduced(layouts[0], reduced_places(op), tensor.shape) for tensor in op.outputs]
 
 
@@ -201,53 +247,76 @@ def _at_unchanged(layout: Layout, shape: Shape) -> Layout | None:
     """Return the layout of a pooled or selected tensor, without what differs along dimensions of another size."""
     if len(shape) != len(layout.shape):
         return None
-    changed = [place for place, size in enumerate(shape) if size != layout.shape[place]]
+    changed = []
+    for place, size in enumerate(shape):
+        if size != layout.shape[place]:
+            changed.append(place)
     return Layout(shape, layout.without(*changed).spans)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _product(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     """Multiply matrices. A weight gives its rows, with their first column; what is summed of an activation is lost.
 
     Heads that are multiplied by a matrix each, or rotated by a table, stay what they are made of.
     """
-    graph, (*added, left, right) = known.graph, layouts
-    factors = op.inputs[-2:]
-    if op.does("distances") or not (graph.is_projection(op) or graph.is_by_table(op)):
+    graph = layouts.graph
+    if op.does("distances"):
         return []
-    mixes = graph.is_by_head(op) or graph.is_by_table(op)
-
-    def summed(layout: Layout, tensor: TensorRef, place: int) -> Layout:
-        if graph.is_weight(tensor):
-            return taken(layout, place, np.array([0]))
-        return spread(layout, place) if mixes else reduced(layout, [place], _one_at(layout.shape, place))
-
-    left = summed(left, factors[0], len(left.shape) - 1)
-    right = summed(right, factors[1], max(len(right.shape) - 2, 0))
+    if not graph.is_projection(op) and not graph.is_by_table(op):
+        return []
+    *added, left, right = operands
+    first, second = op.inputs[-2:]
+    left = _summed(graph, op, first, left, len(left.shape) - 1)
+    rows = max(len(right.shape) - 2, 0)
+    right = _summed(graph, op, second, right, rows)
     shape = op.output.shape
-    if len(factors[1].shape) == 1:  # mv, dot
-        left = left.mapped(left.shape[:-1], lambda array: array.squeeze(-1))
-        right = Layout((1,) * len(shape), {} if not shape else right.spans)
+    if len(second.shape) == 1:  # mv, dot
+        rows = left.shape[:-1]
+        left = left.mapped(rows, lambda array: array.squeeze(-1))
+        ones = (1,) * len(shape)
+        right = Layout(ones, right.spans if shape else {})
     return [combined([*added, left, right], shape)]
+
+
+def _summed(
+    graph: Graph,
+    op: Op,
+    factor: TensorRef,
+    layout: Layout,
+    place: int,
+) -> Layout:
+    """Return the layout of a factor of a product after the sum over one of its dimensions, which stays with size 1."""
+    if graph.is_weight(factor):
+        return taken(layout, place, _FIRST)
+    if graph.is_by_head(op) or graph.is_by_table(op):
+        return spread(layout, place)
+    return reduced(layout, [place], _one_at(layout.shape, place))
 
 
 def _one_at(shape: Shape, place: int) -> Shape:
     return (*shape[:place], 1, *shape[place + 1 :])
 
 
-def _convolution(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _convolution(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     """Convolve: the output channels are the rows of the weight; one of each channel by itself keeps the channels."""
-    source, weight, *bias = layouts
+    source, weight, *bias = operands
     shape = op.output.shape
     if setting(op, 6, "transposed", False):
         weight = swapped(weight, 0, 1)
     for place in range(1, len(weight.shape)):
-        weight = taken(weight, place, np.array([0]))
-    rows = [reshaped(each, (each.shape[0], *[1] * (len(shape) - 2))) for each in (weight, *bias)]
-    kept = _at_unchanged(source, shape) if known.graph.is_by_channel(op) else None
-    return [combined([*rows, *([kept] if kept is not None else [])], shape)]
+        weight = taken(weight, place, _FIRST)
+    ones = [1] * (len(shape) - 2)
+    parts = []
+    for rows in (weight, *bias):
+        parts.append(reshaped(rows, (rows.shape[0], *ones)))
+    if layouts.graph.is_by_channel(op):
+        channels = _at_unchanged(source, shape)
+        if channels is not None:
+            parts.append(channels)
+    return [combined(parts, shape)]
 
 
 # -- tables of indices ------------------------------------------------------------------------------------------------
@@ -257,27 +326,19 @@ _MARK = 0.25
 """What is added to each index: a number that torch pads with has another fraction."""
 
 
-def _moved(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _moved(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     """Let torch itself read by indices, roll, flip, pad or repeat: what is alike along a dimension needs no indices."""
-    touched, source, (first, *tables) = _touched(op), layouts[0], op.inputs
-    values = [known.graph.recording.values.get(table.id) for table in tables]
-    contents: dict[int, Tensor] = {}
-    for table, value in zip(tables, values, strict=True):
-        if value is not None and not value.is_meta:
-            contents[table.id] = value.cpu()
-        elif table.dtype == "bool":
-            return []
-        else:
+    source, touched = operands[0], _touched(op)
+    contents = _contents(layouts.graph, op.inputs[1:])
+    if contents is None:
+        return []
+    for table in op.inputs[1:]:
+        if table.id not in contents:
             source = source.without(*touched)
             contents[table.id] = torch.zeros(table.shape, dtype=torch.long)
 
     def along(array: Indices) -> Indices:
-        sizes = [n if place in touched else array.shape[place] for place, n in enumerate(first.shape)]
-        contents[first.id] = torch.from_numpy(np.broadcast_to(array, sizes) + _MARK)
-        kwargs = {name: _with_contents(value, contents) for name, value in op.kwargs.items()}
-        moved = attrgetter(op.name)(torch.ops)(*_with_contents(op.args, contents), **kwargs).numpy()
-        moved = np.nan_to_num(moved, nan=0, posinf=0, neginf=0)
-        return collapsed(np.where(moved % 1 == _MARK, np.floor(moved), ABSENT).astype(np.int64))
+        return _moved_by_torch(op, array, touched, contents)
 
     try:
         return [source.mapped(op.output.shape, along)]
@@ -285,64 +346,127 @@ def _moved(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | N
         return []
 
 
+def _moved_by_torch(
+    op: Op,
+    array: Indices,
+    touched: Collection[int],
+    contents: dict[int, Tensor],
+) -> Indices:
+    """Return indices after an operation that moves them: torch runs it on their numbers.
+
+    Args:
+        op: the operation.
+        array: the indices, with size one along the dimensions along which they do not differ.
+        touched: the dimensions that the operation changes.
+        contents: the other tensors that it reads, by id.
+    """
+    first = op.inputs[0]
+    sizes = []
+    for place, length in enumerate(first.shape):
+        sizes.append(length if place in touched else array.shape[place])
+    numbers = torch.from_numpy(np.broadcast_to(array, sizes) + _MARK)
+    contents = {**contents, first.id: numbers}
+    function = attrgetter(op.name)(torch.ops)
+    args = _with_contents(op.args, contents)
+    kwargs = {}
+    for name, value in op.kwargs.items():
+        kwargs[name] = _with_contents(value, contents)
+    moved = function(*args, **kwargs).numpy()
+    moved = np.nan_to_num(moved, nan=0, posinf=0, neginf=0)
+    is_marked = moved % 1 == _MARK
+    indices = np.where(is_marked, np.floor(moved), ABSENT)
+    return collapsed(indices.astype(np.int64))
+
+
+def _contents(graph: Graph, tables: Iterable[TensorRef]) -> dict[int, Tensor] | None:
+    """Return the numbers of tables of indices, by id, as far as they were kept; None if a mask was not."""
+    contents: dict[int, Tensor] = {}
+    for table in tables:
+        value = graph.recording.values.get(table.id)
+        if value is not None and not value.is_meta:
+            contents[table.id] = value.cpu()
+        elif table.dtype == "bool":
+            return None
+    return contents
+
+
 def _with_contents(value: Any, contents: Mapping[int, Tensor]) -> Any:
     """Return an argument with the content of each tensor."""
     if isinstance(value, tuple):
         return [_with_contents(item, contents) for item in value]
-    return contents[value.id] if isinstance(value, TensorRef) else value
+    if isinstance(value, TensorRef):
+        return contents[value.id]
+    return value
 
 
 def _touched(op: Op) -> Collection[int]:
     """Return the dimensions that an operation does not leave as they are."""
-    name, rank = op.base_name, len(op.inputs[0].shape)
-    if name == "index":
-        return [place for place, table in enumerate(op.args[1]) if table is not None]
-    if name == "index_select":
-        return [int(op.args[1]) % max(rank, 1)]
+    name = op.base_name
+    rank = len(op.inputs[0].shape)
     if name == "embedding":
         return [0]
     if name in ("roll", "flip"):
-        return [place % rank for place in op.args[-1] or range(rank)]
+        places = op.args[-1] or range(rank)
+        return [place % rank for place in places]
+    if len(op.args) < 2:
+        return range(rank)
+    argument = op.args[1]
+    if name == "index":
+        return [place for place, table in enumerate(argument) if table is not None]
+    if name == "index_select":
+        return [int(argument) % max(rank, 1)]
     if name == "constant_pad_nd":
-        return range(rank)[-(len(op.args[1]) // 2) :]
-    if name == "repeat" and len(op.args[1]) == rank:
-        return [place for place, times in enumerate(op.args[1]) if times > 1]
+        padded = len(argument) // 2
+        return range(rank)[-padded:]
+    if name == "repeat" and len(argument) == rank:
+        return [place for place, times in enumerate(argument) if times > 1]
     return range(rank)
 
 
-def _index_write(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+def _index_write(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     """Write `table[..., indices, ...] = values`, e.g. into a cache: each index has the values that are put there.
 
     Where the indices are unknown, what is alike along the dimension counts.
     """
-    written, table, values = written_places(op), layouts[0], layouts[-1]
-    if written is None or len(layouts) < 3:
+    written = written_places(op)
+    if written is None or len(operands) < 3:
         return []
-    (place, rank), shape = written, table.shape
-    missing = len(shape) - 1 + rank - len(values.shape)
+    place, rank = written
+    table, values = operands[0], operands[-1]
+    shape = table.shape
+    expected = len(shape) - 1 + rank
+    missing = expected - len(values.shape)
     if missing < 0:
         return []
-    values = reshaped(values, (1,) * missing + values.shape)
-    order = _order_written(known, op, shape[place], values.shape[place])
-    others = [tuple(n for at, n in enumerate(each.shape) if at != place) for each in (table, values)]
-    if order is not None and others[0] == others[1]:
-        return [taken(joined([table, values], place), place, order)]
-    kept = values.without(*range(place, place + rank))
-    ones = (*values.shape[:place], 1, *values.shape[place + rank :])
+    ones = (1,) * missing
+    values = reshaped(values, ones + values.shape)
+    order = _order_written(layouts, op, shape[place], values.shape[place])
+    has_same_rows = _one_at(shape, place) == _one_at(values.shape, place)
+    if order is not None and has_same_rows:
+        both = joined([table, values], place)
+        return [taken(both, place, order)]
+    end = place + rank
+    alike = values.without(*range(place, end))
+
+    def with_one(sizes: Shape) -> Shape:
+        return (*sizes[:place], 1, *sizes[end:])
 
     def along(array: Indices) -> Indices:
-        return array.reshape((*array.shape[:place], 1, *array.shape[place + rank :]))
+        return array.reshape(with_one(array.shape))
 
-    return [combined([table, kept.mapped(ones, along)], shape)]
+    moved = alike.mapped(with_one(values.shape), along)
+    return [combined([table, moved], shape)]
 
 
-def _order_written(known: Layouts, op: Op, size: int, count: int) -> Indices | None:
+def _order_written(layouts: Layouts, op: Op, size: int, count: int) -> Indices | None:
     """Return for each index of a written dimension its place in the table, or after it in the values.
 
     None if the indices are unknown, or are more than one for each of the values, or add to what is there.
     """
-    indices = known.graph.recording.values.get(op.inputs[1].id)
-    if indices is None or indices.is_meta or indices.dim() != 1 or len(indices) != count:
+    indices = layouts.graph.recording.values.get(op.inputs[1].id)
+    if indices is None or indices.is_meta:
+        return None
+    if indices.dim() != 1 or len(indices) != count:
         return None
     if op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False):
         return None

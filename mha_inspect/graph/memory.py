@@ -19,25 +19,29 @@ from .softmax import Softmax
 def memory_paths(graph: Graph, softmax: Softmax) -> tuple[ProductPath, ProductPath] | None:
     """Return the scores product and the values product of a softmax over a memory; None for any other softmax."""
     scores = _scores(graph, softmax)
-    values = None if scores is None else _values(graph, softmax)
-    return None if scores is None or values is None else (scores, values)
+    if scores is None:
+        return None
+    values = _values(graph, softmax)
+    return None if values is None else (scores, values)
 
 
 def _scores(graph: Graph, softmax: Softmax) -> ProductPath | None:
     """Return the product of projected queries and a memory: `batch query embed, memory embed -> batch query memory`."""
     over = graph.dimensions.along(softmax.masked, softmax.dim)
-    for step in graph.back(softmax.masked, graph.passes_on) if over else ():
-        op = graph.recording.producer(step.tensor)
+    if not over:
+        return None
+    for step in graph.back(softmax.masked, graph.passes_on):
+        op = graph.producer(step.tensor)
         product = None if op is None else _with_memory(graph, op, softmax)
         if product is None:
             continue
         query, memory = _factors(graph, product)
         axes = product.axes(graph.dimensions)
-        summed = {*axes.left_inner, *axes.right_inner}
-        if over <= {atom for dim in graph.dimensions.of(memory) for atom in wide(dim)} - summed and _is_projected(
-            graph, query, softmax.op.module
-        ):
-            return ProductPath(product, step.path[::-1], product.op.output)
+        slots = set(wide(*graph.dimensions.of(memory)))
+        slots.difference_update(axes.left_inner, axes.right_inner)
+        if over <= slots and _is_projected(graph, query, softmax.op.module):
+            path = step.path[::-1]
+            return ProductPath(product, path, product.op.output)
     return None
 
 
@@ -58,13 +62,14 @@ def _values(graph: Graph, softmax: Softmax) -> ProductPath | None:
 def _with_memory(graph: Graph, op: Op, softmax: Softmax) -> Product | None:
     """Return a product of a tensor that depends on an input with a memory; None for any other operation."""
     product = product_of(graph.recording, op)
-    is_of_layer = op.base_name != "bmm" and not inside(softmax.op.module, op.module)
-    if product is None or is_of_layer or op.base_name == "addmm" or graph.has_bias(op):
+    if product is None or op.base_name == "addmm" or graph.has_bias(op):
         return None
-    activations = [factor for factor in (product.left, product.right) if graph.comes_from_inputs(factor)]
-    learned = [factor for factor in (product.left, product.right) if factor.id in graph.learned]
-    is_one_of_both = len(activations) == 1 and any(factor not in activations for factor in learned)
-    return product if is_one_of_both else None
+    if op.base_name != "bmm" and not inside(softmax.op.module, op.module):
+        return None  # a layer of its own
+    if graph.comes_from_inputs(product.left) == graph.comes_from_inputs(product.right):
+        return None
+    _, memory = _factors(graph, product)
+    return product if memory.id in graph.learned else None
 
 
 def _factors(graph: Graph, product: Product) -> tuple[TensorRef, TensorRef]:
@@ -78,10 +83,12 @@ def _is_projected(graph: Graph, query: TensorRef, module: str) -> bool:
     """Return whether the module of the softmax projects the queries, and may scale, bias or norm them."""
 
     def through(op: Op) -> bool:
-        return inside(op.module, module) and (graph.moves(op) or op.pointwise or op.does("norms"))
+        if not inside(op.module, module):
+            return False
+        return graph.moves(op) or op.pointwise or op.does("norms")
 
     for step in graph.back(query, through):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is not None and graph.is_projection(op) and inside(op.module, module):
             return True
     return False

@@ -17,7 +17,7 @@ from .axis import Axis, size_of, wide
 from .dataflow import Graph, inside
 from .products import Product, ProductPath, product_of
 from .replay import region
-from .scores import BATCHED, mixing_of
+from .scores import BATCHED, mixings_of, only_activation
 
 _FAR = 300
 """Operations between scores and weights after which two products are no pair."""
@@ -63,19 +63,22 @@ def _is_step_of_kernel(graph: Graph, product: Product) -> bool:
 
 def _with_learned_factor(graph: Graph) -> list[tuple[Product, TensorRef]]:
     """Return the products of an activation with a parameter, each with its activation."""
-    found = []
+    products = []
     for op in graph.recording.ops:
         product = None if op.base_name == "addmm" else product_of(graph.recording, op)
         if product is None:
             continue
-        activations = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-        if len(activations) == 1 and graph.comes_from_inputs(*activations):
-            found.append((product, activations[0]))
-    return found
+        activation = only_activation(graph, product)
+        if activation is not None and graph.comes_from_inputs(activation):
+            products.append((product, activation))
+    return products
 
 
 def _of_learned_queries(
-    graph: Graph, learned: list[tuple[Product, TensorRef]], values: ProductPath, over: frozenset[Axis]
+    graph: Graph,
+    learned: list[tuple[Product, TensorRef]],
+    values: ProductPath,
+    over: frozenset[Axis],
 ) -> list[Product]:
     """Return the last product of keys with learned queries behind weights; none if there is no such product.
 
@@ -87,12 +90,10 @@ def _of_learned_queries(
     module = values.product.multiply.module
     for product, keys in reversed(learned):
         op = product.op
-        if op.index >= values.product.op.index or not (op.base_name in BATCHED or inside(module, op.module)):
+        if op.index >= values.product.op.index:
             continue
-        dims = graph.dimensions.of(keys)
-        if product.multiply.does("product"):
-            dims = dims[-2:]  # without those that the factors of a batched product have in common
-        if not any(over & set(dim) for dim in dims):
+        is_of_module = op.base_name in BATCHED or inside(module, op.module)
+        if not is_of_module or not _has_positions(graph, product, keys, over):
             continue
         ops = region(graph, (op.output,), values.tensor).ops
         if 0 < len(ops) <= _FAR and not _is_of_pairs(graph, keys):
@@ -100,13 +101,27 @@ def _of_learned_queries(
     return []
 
 
+def _has_positions(
+    graph: Graph,
+    product: Product,
+    keys: TensorRef,
+    over: frozenset[Axis],
+) -> bool:
+    """Return whether the weights are summed over an axis of the keys, apart from those of a batch."""
+    dims = graph.dimensions.of(keys)
+    if product.multiply.does("product"):
+        dims = dims[-2:]  # without those that the factors of a batched product have in common
+    return not over.isdisjoint(wide(*dims))
+
+
 def _is_of_pairs(graph: Graph, tensor: TensorRef) -> bool:
     """Return whether a tensor is computed of each query with each key, as in `(q[:, :, None] + k[:, None]).tanh()`."""
     for step in graph.back(tensor, lambda op: op.pointwise or graph.moves(op)):
-        op = graph.recording.producer(step.tensor)
-        if op is None or len(op.inputs) != 2 or not graph.comes_from_inputs(*op.inputs):
+        op = graph.producer(step.tensor)
+        if op is None or len(op.inputs) != 2:
             continue
-        if all(graph.before_repeats(factor).numel < op.output.numel for factor in op.inputs):
+        sizes = [graph.before_repeats(factor).numel for factor in op.inputs]
+        if graph.comes_from_inputs(*op.inputs) and max(sizes) < op.output.numel:
             return True
     return False
 
@@ -141,37 +156,53 @@ def _may_be_scores(graph: Graph, scores: Product, over: frozenset[Axis]) -> bool
     axes = scores.axes(graph.dimensions)
     compared = {*axes.rows, *axes.columns}
     summed = {*axes.left_inner, *axes.right_inner}
-    everywhere = compared | set(axes.batch) | summed
-    if not over & everywhere:
+    if over.isdisjoint(compared | summed | set(axes.batch)):
         return True  # the axis was lost on the way, e.g. in a sort: only a measurement can say
-    return bool(over & compared) and not over & (summed - compared)
+    return not over.isdisjoint(compared) and over.isdisjoint(summed - compared)
+
+
+class _Scores(NamedTuple):
+    """A product that may be the scores, in the order of likelihood."""
+
+    is_unlikely: bool
+    """Whether it is not of two inputs, or is gathered on the way."""
+    features: int
+    """How many products are summed for each score, with a minus: many come first."""
+    place: int
+    """The index of its operation."""
+    product: Product
 
 
 def _nearest(
-    graph: Graph, products: list[Product], behind: dict[int, int], weights: TensorRef, over: frozenset[Axis]
+    graph: Graph,
+    products: list[Product],
+    behind: dict[int, int],
+    weights: TensorRef,
+    over: frozenset[Axis],
 ) -> list[Product]:
     """Return the products behind weights that no other candidate depends on, the most likely scores first.
 
     These are of two inputs, are not gathered on the way, and sum over most features: a position may have a product of
     its own.
     """
-    nearest: list[tuple[Product, bool]] = []
+    nearest: list[_Scores] = []
     remaining = behind.get(weights.id, 0)
     looked = 0
     while remaining and looked < _LOOKED and len(nearest) < _TRIED:
         place = remaining.bit_length() - 1
         remaining ^= 1 << place
         looked += 1
-        scores = products[place]
-        if not _may_be_scores(graph, scores, over):
+        product = products[place]
+        if not _may_be_scores(graph, product, over):
             continue
-        remaining &= ~behind[scores.op.output.id]
-        ops = region(graph, (scores.op.output,), weights).ops
-        if len(ops) <= _FAR and _mixes_heads_alone(graph, scores, ops):
-            is_of_inputs = graph.comes_from_inputs(scores.left, scores.right)
-            nearest.append((scores, not is_of_inputs or any(op.does("gathers") for op in ops)))
-    nearest.sort(key=lambda found: (found[1], -_features(graph, found[0]), found[0].op.index))
-    return [scores for scores, _ in nearest]
+        remaining &= ~behind[product.op.output.id]
+        ops = region(graph, (product.op.output,), weights).ops
+        if len(ops) <= _FAR and _mixes_heads_alone(graph, product, ops):
+            is_of_inputs = graph.comes_from_inputs(product.left, product.right)
+            is_unlikely = not is_of_inputs or any(op.does("gathers") for op in ops)
+            nearest.append(_Scores(is_unlikely, -_features(graph, product), product.op.index, product))
+    nearest.sort(key=lambda scores: scores[:3])
+    return [scores.product for scores in nearest]
 
 
 def _features(graph: Graph, scores: Product) -> int:
@@ -185,11 +216,8 @@ def _mixes_heads_alone(graph: Graph, scores: Product, ops: tuple[Op, ...]) -> bo
     The output features of such a projection are heads too.
     """
     heads = set(wide(scores.axes(graph.dimensions).batch))
-    for op in ops:
-        mixing = mixing_of(graph, op)
-        if mixing is None:
-            continue
+    for mixing in mixings_of(graph, ops):
         if not graph.dimensions.along(mixing.source, mixing.place) <= heads:
             return False
-        heads |= graph.dimensions.along(op.output, mixing.place)
+        heads |= graph.dimensions.along(mixing.op.output, mixing.place)
     return True

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import attrgetter, mul
 from typing import NamedTuple
 
 import torch
 
-from ..record.ops import TensorRef
+from ..record.ops import Op, TensorRef
 from .attention import Attention
 from .axis import Axis, Dim, piece, resolve, size_of, unify, wide
 from .dataflow import Graph, made_of
+from .ids import any_in, ids_of, in_order
+from .layout import contiguous
 from .products import Product
 from .turns import common_scale, pieces_agree
 
@@ -41,203 +41,468 @@ def with_pieces_joined(graph: Graph, attentions: Sequence[Attention]) -> list[At
     The keys and values may be cut like the queries, by item of the batch and by head. Pieces of a sequence that have
     keys of their own, e.g. windows, stay separate.
     """
+    merged: dict[int, Attention] = {}
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for attention in attentions:
+        merged[attention.softmax.index] = attention
         line = attention.softmax.source, attention.score_product.op.source, attention.module
         for source in _cuts(graph, _ends(graph, attention, "query")):
             groups.setdefault((*line, source), []).append(attention)
-    merged: dict[int, Attention] = {attention.softmax.index: attention for attention in attentions}
     for group in groups.values():
-        known = all(merged.get(attention.softmax.index) is attention for attention in group)
-        whole = _merged(graph, group) if known and len(group) > 1 else None
-        if whole is not None:
-            merged = {index: each for index, each in merged.items() if all(each is not turn for turn in group)}
-            merged[whole.softmax.index] = whole
-    return [merged[index] for index in sorted(merged)]
+        is_unmerged = all(merged.get(attention.softmax.index) is attention for attention in group)
+        if len(group) < 2 or not is_unmerged:
+            continue
+        whole = _merged(graph, group)
+        if whole is None:
+            continue
+        for turn in group:
+            del merged[turn.softmax.index]
+        merged[whole.softmax.index] = whole
+    return in_order(merged)
 
 
 def with_keys_joined(graph: Graph, turns: Sequence[Attention]) -> Attention:
     """Return one attention for those of pieces of the keys; without a known cut its stages are those of the first."""
-    key, value = (_cut(graph, [_ends(graph, turn, side) for turn in turns], whole=False) for side in ("key", "value"))
-    whole = None if key is None or value is None else _joined(graph, turns, k=key, v=value)
-    joined = whole or replace(turns[0], pieces=tuple(turns[1:] and turns))
-    scales = [common_scale([getattr(turn, name) for turn in turns]) for name in ("scale", "scores_scale")]
-    return replace(joined, scale=scales[0], scores_scale=scales[1])
+    key = _cut_of_side(graph, turns, "key")
+    value = _cut_of_side(graph, turns, "value")
+    joined = None
+    if key is not None and value is not None:
+        joined = _joined(graph, turns, _Cuts(key=key, value=value))
+    if joined is None:
+        joined = replace(turns[0], pieces=tuple(turns) if len(turns) > 1 else ())
+    return replace(
+        joined,
+        scale=common_scale([turn.scale for turn in turns]),
+        scores_scale=common_scale([turn.scores_scale for turn in turns]),
+    )
+
+
+def _cut_of_side(graph: Graph, turns: Sequence[Attention], side: str) -> Cut | None:
+    """Return the tensor that the keys or values of the turns are consecutive pieces of, of all of it or of a part."""
+    return _cut(graph, [_ends(graph, turn, side) for turn in turns], whole=False)
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """How the queries, the keys and the values were cut; None for what all pieces share."""
+
+    query: Cut | None = None
+    key: Cut | None = None
+    value: Cut | None = None
 
 
 def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     """Return one attention for those of pieces of the queries; None if they have more than that in common."""
-    after = made_of({turns[0].stages["context"].id}, graph.recording.ops)
-    if any(turn.stages["q_heads"].id in after for turn in turns):
+    if _follow_from_first(graph, turns):
         return None
-    is_one_scale = common_scale([turn.scale for turn in turns]) == turns[0].scale
-    if not is_one_scale or not pieces_agree(turns):
+    if not _compute_alike(turns):
         return None
-    heads = {side: [turn.stages[f"{side}_heads"] for turn in turns] for side in "qkv"}
-    if all(len({tensor.id for tensor in heads[side]}) == 1 for side in "kv"):
+    if _have_one(turns, "k_heads") and _have_one(turns, "v_heads"):
         cut = _cut(graph, [_ends(graph, turn, "query") for turn in turns])
-        return None if cut is None else _joined(graph, turns, q=cut)
+        return None if cut is None else _joined(graph, turns, _Cuts(query=cut))
+    cuts = _cuts_of_all(graph, turns)
+    if cuts is None or cuts.query is None:
+        return None
+    batch = turns[0].score_product.axes(graph.dimensions).batch
+    if not set(cuts.query.part) <= set(batch):
+        return None
+    if not wide(cuts.query.part):
+        _make_cut_axes_one(graph, turns[0], cuts)
+    return _joined(graph, turns, cuts)
+
+
+def _compute_alike(turns: Sequence[Attention]) -> bool:
+    """Return whether turns compute alike, with one scale."""
+    scale = common_scale([turn.scale for turn in turns])
+    return scale == turns[0].scale and pieces_agree(turns)
+
+
+def _follow_from_first(graph: Graph, turns: Sequence[Attention]) -> bool:
+    """Return whether the queries of a turn depend on the context of the first."""
+    after = made_of({turns[0].stages["context"].id}, graph.recording.ops)
+    return any_in(_stage(turns, "q_heads"), after)
+
+
+def _stage(turns: Sequence[Attention], stage: str) -> list[TensorRef]:
+    """Return the tensor of a stage in each turn; the scores where a turn does not have the stage."""
+    return [turn.stages.get(stage, turn.stages["scores"]) for turn in turns]
+
+
+def _have_one(turns: Sequence[Attention], stage: str) -> bool:
+    """Return whether the turns share one tensor in this stage."""
+    return len(ids_of(_stage(turns, stage))) == 1
+
+
+def _cuts_of_all(graph: Graph, turns: Sequence[Attention]) -> _Cuts | None:
+    """Return how queries, keys and values are cut; None if they, or the masks that differ, are no pieces of a whole."""
+    cuts: list[Cut] = []
+    heads = [_stage(turns, stage) for stage in ("q_heads", "k_heads", "v_heads")]
     masks = zip(*(_masks(graph, turn) for turn in turns), strict=False)
-    cuts = [
-        _cut(graph, [[each] for each in tensors])
-        for tensors in (*heads.values(), *masks)
-        if len({t.id for t in tensors}) > 1
-    ]
-    known = [cut for cut in cuts if cut is not None]
-    if len(known) < max(len(cuts), 3):
-        return None
-    q, k, v = known[:3]
-    batch = set(turns[0].score_product.axes(graph.dimensions).batch)
-    if not set(q.part) <= batch:
-        return None
-    if not wide(q.part):
-        _make_cut_axes_one(graph, turns[0], (q, k, v))
-    return _joined(graph, turns, q=q, k=k, v=v)
+    for pieces in (*heads, *masks):
+        if len(ids_of(pieces)) == 1:
+            continue
+        cut = _cut(graph, [[part] for part in pieces])
+        if cut is None:
+            return None
+        cuts.append(cut)
+    return _Cuts(*cuts[:3]) if len(cuts) >= 3 else None
 
 
-def _make_cut_axes_one(graph: Graph, turn: Attention, cuts: Sequence[Cut]) -> None:
+def _make_cut_axes_one(graph: Graph, turn: Attention, cuts: _Cuts) -> None:
     """Make the axes one that were cut to pieces of size one, which leave nothing for a product or a write to do so."""
-    size, context = size_of(cuts[0].axis), turn.stages["context"].id
-    writes = [op for op in graph.recording.ops if op.kind == "write" and op.inputs[-1].id == context]
-    results = [each for op in writes for each in _cuts(graph, op.inputs[:1]).values()]
-    shapes = [(zip(source.shape, part.shape, strict=False), graph.dimensions.of(source)) for source, part in results]
-    axes = [dim for pairs, dims in shapes for pair, dim in zip(pairs, dims, strict=False) if pair == (size, 1)]
-    for axis in (*(cut.axis for cut in cuts[1:]), *axes):
-        unify(cuts[0].axis, axis)
+    assert cuts.query is not None
+    axis = cuts.query.axis
+    written = _axes_written_to(graph, turn.stages["context"], size_of(axis))
+    for cut in (cuts.key, cuts.value):
+        if cut is not None:
+            unify(axis, cut.axis)
+    for dim in written:
+        unify(axis, dim)
+
+
+def _axes_written_to(graph: Graph, context: TensorRef, size: int) -> list[Dim]:
+    """Return the axes of this size of buffers that a context is written into, one index of them at a time."""
+    axes: list[Dim] = []
+    for op in graph.recording.ops:
+        if op.kind != "write" or op.inputs[-1].id != context.id:
+            continue
+        for source, slot in _cuts(graph, op.inputs[:1]).values():
+            dims = graph.dimensions.of(source)
+            for whole, part, dim in zip(source.shape, slot.shape, dims, strict=False):
+                if whole == size and part == 1:
+                    axes.append(dim)
+    return axes
 
 
 def _masks(graph: Graph, attention: Attention) -> list[TensorRef]:
     """Return what is added to or filled into the scores."""
     product = attention.score_product.op
-    scores = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
-    return [read for op in attention.masks for read in op.inputs if read.id not in scores and read.numel > 1]
+    ops = graph.recording.ops[product.index + 1 : attention.softmax.index]
+    scores = made_of({product.output.id}, ops)
+    masks = []
+    for op in attention.masks:
+        for read in op.inputs:
+            if read.id not in scores and read.numel > 1:
+                masks.append(read)
+    return masks
 
 
 def _ends(graph: Graph, turn: Attention, side: str) -> list[TensorRef]:
     """Return the heads of a side, and what they are projected from."""
+    heads = turn.stages[f"{side[0]}_heads"]
     op = turn.first_projection(side)
-    return [turn.stages[f"{side[0]}_heads"], *([] if op is None else [graph.projected(op)])]
+    return [heads] if op is None else [heads, graph.projected(op)]
 
 
-def _cuts(graph: Graph, ends: Sequence[TensorRef]) -> dict[int, tuple[TensorRef, TensorRef]]:
+class _Slice(NamedTuple):
+    """A slice of a tensor."""
+
+    source: TensorRef
+    tensor: TensorRef
+
+
+def _cuts(graph: Graph, ends: Sequence[TensorRef]) -> dict[int, _Slice]:
     """Return the tensors that one of these is computed from a slice of, position by position, by id, with the slice."""
-    steps = [*graph.back(ends[0], lambda op: op.kind != "compute" or op.does("norms") or op.pointwise)]
-    for source in ends[1:]:  # sums lead back through every layer
-        steps += graph.back(source, lambda op: op.kind != "compute" or op.does("norms"))
-    ops = [(graph.recording.producer(step.tensor), step.tensor) for step in steps]
-    return {op.inputs[0].id: (op.inputs[0], piece) for op, piece in ops if op is not None and op.does("cuts")}
+
+    def keeps_positions(op: Op) -> bool:
+        return op.kind != "compute" or op.does("norms")
+
+    # Sums lead back through every layer: they are followed from the heads alone.
+    heads = ends[0]
+    steps = [*graph.back(heads, lambda op: keeps_positions(op) or op.pointwise)]
+    for source in ends[1:]:
+        steps += graph.back(source, keeps_positions)
+    cuts: dict[int, _Slice] = {}
+    for step in steps:
+        op = graph.producer(step.tensor)
+        if op is not None and op.does("cuts"):
+            cuts[op.inputs[0].id] = _Slice(op.inputs[0], step.tensor)
+    return cuts
 
 
-def _cut(graph: Graph, turns: Sequence[Sequence[TensorRef]], *, whole: bool = True) -> Cut | None:
+def _cut(
+    graph: Graph,
+    turns: Sequence[Sequence[TensorRef]],
+    *,
+    whole: bool = True,
+) -> Cut | None:
     """Return the tensor that the turns have consecutive pieces of, of the `whole` or not; None if there is none."""
-    first, *others = [_cuts(graph, ends) for ends in turns]
-    for number, (source, part) in first.items():
-        pieces = [part, *(other[number][1] for other in others if number in other)]
-        places = [at for at, size in enumerate(part.shape) if size != source.shape[at]]
-        if len(pieces) == len(turns) and len(places) == 1:
-            (at,) = places
-            axis, step = graph.dimensions.of(source)[at], source.stride[at]
-            start, size = (part.offset - source.offset) // max(step, 1), sum(each.shape[at] for each in pieces)
-            starts = accumulate((each.shape[at] for each in pieces[:-1]), initial=start)
-            if [each.offset for each in pieces] == [source.offset + start * step for start in starts]:
-                if size == source.shape[at]:
-                    return Cut(source, part, axis, graph.dimensions.of(part)[at])
-                if not whole:
-                    return Cut(None, part, piece(axis, start, size), graph.dimensions.of(part)[at])
+    by_turn = [_cuts(graph, ends) for ends in turns]
+    for number, (source, part) in by_turn[0].items():
+        pieces = [cuts[number].tensor for cuts in by_turn if number in cuts]
+        span = _span_of(source, pieces) if len(pieces) == len(turns) else None
+        if span is None:
+            continue
+        axis = graph.dimensions.of(source)[span.place]
+        part_axis = graph.dimensions.of(part)[span.place]
+        if span.size == source.shape[span.place]:
+            return Cut(source, part, axis, part_axis)
+        if not whole:
+            return Cut(None, part, piece(axis, span.start, span.size), part_axis)
     return None
 
 
-def _joined(
-    graph: Graph, turns: Sequence[Attention], q: Cut | None = None, k: Cut | None = None, v: Cut | None = None
-) -> Attention | None:
+class _Span(NamedTuple):
+    """Consecutive indices of one dimension of a tensor."""
+
+    place: int
+    """The dimension."""
+    start: int
+    size: int
+
+
+def _span_of(source: TensorRef, pieces: Sequence[TensorRef]) -> _Span | None:
+    """Return the indices that these pieces of a tensor have together; None if they are not consecutive."""
+    first = pieces[0]
+    places = _unlike_places(first.shape, source.shape)
+    if len(places) != 1:
+        return None
+    place = places[0]
+    step = source.stride[place]
+    start = (first.offset - source.offset) // max(step, 1)
+    end = start
+    for part in pieces:
+        if part.offset != source.offset + end * step:
+            return None
+        end += part.shape[place]
+    return _Span(place, start, end - start)
+
+
+def _unlike_places(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Return the dimensions in which two shapes of as many dimensions differ."""
+    return [place for place, size in enumerate(left) if size != right[place]]
+
+
+def _joined(graph: Graph, turns: Sequence[Attention], cuts: _Cuts) -> Attention | None:
     """Return one attention for those of pieces of its queries, keys and values; None if the scores are no pieces."""
-    first, last = max(turns, key=lambda turn: len(turn.masks)), turns[-1]  # a mask may be needed for some pieces only
-    scored = _of_scores(graph, turns[0], q or k, of_keys=q is None)
-    sides = {"q": q, "k": k, "v": v}
-
-    def join(path: str, cut: Cut | None) -> TensorRef:
-        tensors = [attrgetter(path)(turn) for turn in turns]
-        return _whole(graph, tensors, cut) or tensors[0]
-
-    def product(path: str, *factors: Cut | None) -> Product:
-        known: Product = getattr(first, path)
-        left, right = (join(f"{path}.{side}", cut) for side, cut in zip(("left", "right"), factors, strict=True))
-        outputs = (join(f"{path}.multiply.output", scored),)
-        multiply = replace(known.multiply, inputs=(*known.multiply.inputs[:-2], left, right), outputs=outputs)
-        summed = replace(known.op, inputs=outputs, outputs=(join(f"{path}.op.output", scored),))
-        op = multiply if known.op is known.multiply else summed
-        return replace(known, op=op, multiply=multiply, left=left, right=right)
-
-    scores = product("score_product", *((k, q) if first.key_first else (q, k)))
+    first = max(turns, key=lambda turn: len(turn.masks))  # a mask may be needed for some pieces only
+    # Only the walk from the last piece reaches the operations after the loop.
+    last = turns[-1]
+    scored = _of_scores(graph, turns[0], cuts)
+    scores = _whole_scores(graph, turns, first, cuts, scored)
     if scores.op.output.numel == turns[0].score_product.op.output.numel:
         return None
-    # Only the walk from the last piece reaches the operations after the loop.
-    ends = {"masked_scores": last.stages["scores"]} if "masked_scores" in first.stages else {}
-    stages = {
-        stage: _whole(
-            graph,
-            [turn.stages.get(stage, turn.stages["scores"]) for turn in turns],
-            sides.get(stage[0], scored),
-        )
-        or end
-        for stage, end in (ends | last.stages).items()
-    }
-    output = {"output": last.projections["output"]} if "output" in last.projections else {}
-    before = _whole(graph, [turn.before_repeats["key"] for turn in turns], k) or first.before_repeats["key"]
+    stages = _whole_stages(graph, turns, first, cuts, scored)
+    keys = [turn.before_repeats["key"] for turn in turns]
+    key = _whole(graph, keys, cuts.key) or first.before_repeats["key"]
+    weights = _whole_or_first(graph, [turn.softmax.output for turn in turns], scored)
+    values = _whole_values(graph, turns, first, cuts, scored)
+    projections = dict(first.projections)
+    if "output" in last.projections:
+        projections["output"] = last.projections["output"]
     return replace(
         first,
-        softmax=replace(first.softmax, outputs=(join("softmax.output", scored),)),
+        softmax=replace(first.softmax, outputs=(weights,)),
         score_product=scores,
-        value_product=product("value_product", *((v, scored) if first.value_first else (scored, v))),
+        value_product=values,
         stages=stages,
-        projections=first.projections | output,
-        before_repeats={"key": before},
+        projections=projections,
+        before_repeats={"key": key},
         pieces=tuple(turns),
     )
 
 
-def _of_scores(graph: Graph, turn: Attention, cut: Cut | None, *, of_keys: bool) -> Cut | None:
-    """Return a cut of queries, or of keys, as one of the scores, where the axis may have a twin."""
-    axes = turn.score_product.axes(graph.dimensions)
-    is_left = turn.key_first == of_keys
-    pairs = zip(*((axes.left_rows, axes.rows) if is_left else (axes.right_columns, axes.columns)), strict=False)
-    part = () if cut is None else tuple(made for given, made in pairs if given in resolve(cut.part))
-    if cut is None or not part or part == resolve(cut.part):
-        return cut
-    return cut._replace(axis=tuple(Axis(atom.size) for atom in resolve(cut.axis)), part=part)
+def _whole_scores(
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
+) -> Product:
+    """Return the product of all queries and keys."""
+    factors = (cuts.key, cuts.query) if first.key_first else (cuts.query, cuts.key)
+    products = [turn.score_product for turn in turns]
+    return _whole_product(graph, products, first.score_product, _CutProduct(*factors, scored))
 
 
-def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> TensorRef | None:
-    """Return the whole of the pieces of an axis; None if they do not have that axis."""
-    first, dims = tensors[0], [*graph.dimensions.of(tensors[0])]
-    if cut is None or len({tensor.id for tensor in tensors}) == 1:
+def _whole_values(
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
+) -> Product:
+    """Return the product of all weights and values."""
+    factors = (cuts.value, scored) if first.value_first else (scored, cuts.value)
+    products = [turn.value_product for turn in turns]
+    return _whole_product(graph, products, first.value_product, _CutProduct(*factors, scored))
+
+
+@dataclass(frozen=True)
+class _CutProduct:
+    """How the factors and the result of a product are cut."""
+
+    left: Cut | None
+    right: Cut | None
+    result: Cut | None
+
+
+def _whole_or_first(
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    cut: Cut | None,
+) -> TensorRef:
+    """Return the whole of the pieces of an axis; the first of the tensors if they do not have that axis."""
+    return _whole(graph, tensors, cut) or tensors[0]
+
+
+def _whole_product(
+    graph: Graph,
+    products: Sequence[Product],
+    like: Product,
+    cuts: _CutProduct,
+) -> Product:
+    """Return the product of all pieces, of the operations of one of them.
+
+    Args:
+        graph: the dataflow.
+        products: the products of the pieces.
+        like: the one whose operations and arguments it has.
+        cuts: how its factors and its result are cut.
+    """
+    left = _whole_or_first(graph, [product.left for product in products], cuts.left)
+    right = _whole_or_first(graph, [product.right for product in products], cuts.right)
+    multiplied = _whole_or_first(graph, [product.multiply.output for product in products], cuts.result)
+    added = like.multiply.inputs[:-2]
+    multiply = replace(
+        like.multiply,
+        inputs=(*added, left, right),
+        outputs=(multiplied,),
+    )
+    result = _whole_or_first(graph, [product.op.output for product in products], cuts.result)
+    op = multiply
+    if like.op is not like.multiply:
+        op = replace(like.op, inputs=(multiplied,), outputs=(result,))
+    return replace(like, op=op, multiply=multiply, left=left, right=right)
+
+
+def _whole_stages(
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
+) -> dict[str, TensorRef]:
+    """Return the stages of all pieces, those after them as the last piece leads to them."""
+    last = turns[-1]
+    ends = {}
+    if "masked_scores" in first.stages:
+        ends["masked_scores"] = last.stages["scores"]
+    ends |= last.stages
+    sides = {"q": cuts.query, "k": cuts.key, "v": cuts.value}
+    stages = {}
+    for stage, end in ends.items():
+        cut = sides.get(stage[0], scored)
+        stages[stage] = _whole(graph, _stage(turns, stage), cut) or end
+    return stages
+
+
+def _of_scores(graph: Graph, turn: Attention, cuts: _Cuts) -> Cut | None:
+    """Return a cut of queries, or else of keys, as one of the scores, where the axis may have a twin."""
+    cut = cuts.query or cuts.key
+    if cut is None:
         return None
+    axes = turn.score_product.axes(graph.dimensions)
+    is_of_keys = cuts.query is None
+    if turn.key_first == is_of_keys:
+        factor, result = axes.left_rows, axes.rows
+    else:
+        factor, result = axes.right_columns, axes.columns
+    part = resolve(cut.part)
+    twins: list[Axis] = []
+    for read, atom in zip(factor, result, strict=False):
+        if read in part:
+            twins.append(atom)
+    if not twins or tuple(twins) == part:
+        return cut
+    axis = tuple([Axis(atom.size) for atom in resolve(cut.axis)])
+    return cut._replace(axis=axis, part=tuple(twins))
+
+
+def _whole(
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    cut: Cut | None,
+) -> TensorRef | None:
+    """Return the whole of the pieces of an axis; None if they do not have that axis."""
+    if cut is None or len(ids_of(tensors)) == 1:
+        return None
+    first = tensors[0]
     if cut.source is not None and cut.piece.id == first.id:
         return cut.source
-    whole, part = resolve(cut.axis), resolve(cut.part)
-    size = len(part)
-    places = [(at, i) for at, dim in enumerate(dims) for i in range(len(dim)) if dim[i : i + size] == part]
-    if len(places) != 1:
+    dims = [*graph.dimensions.of(first)]
+    part = resolve(cut.part)
+    place = _only_place(dims, part)
+    if place is None:
         return None
-    ((at, start),) = places
-    is_inner = bool(wide(dims[at][:start]))
-    dims[at] = (*dims[at][:start], *whole, *dims[at][start + size :])
-    shape, number = tuple(map(size_of, dims)), -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
-    steps = [*accumulate(reversed(shape), mul, initial=1)][-2::-1]
-    stride = tuple(old and new for old, new in zip(first.stride, steps, strict=True))
-    joined = replace(first, id=number, shape=shape, stride=stride, offset=0, storage=number)
+    at, start = place
+    before = dims[at][:start]
+    after = dims[at][start + len(part) :]
+    dims[at] = (*before, *resolve(cut.axis), *after)
+    joined = _unmade(tensors, tuple(map(size_of, dims)))
+    joined = replace(joined, stride=_repeated_as(first, joined))
     graph.dimensions.put(joined, tuple(dims))
-    recording, cat = graph.recording, "aten.cat.default"
-    maker = recording.producer(first)
     # The product with a single key may be a multiplication, with other dimensions.
-    if not is_inner and maker is not None and all(len(tensor.shape) == len(dims) for tensor in tensors):
-        pieces, end = tuple(tensors), len(recording.ops) + len(recording.joins)
-        recording.joins[joined.id] = replace(
-            maker, index=end, name=cat, args=(pieces, at), inputs=pieces, outputs=(joined,), kind="view", call=-1
-        )
-        if all(piece.id in recording.values for piece in pieces):
-            recording.values[joined.id] = torch.cat([recording.values[piece.id] for piece in pieces], at)
+    has_rank = all(len(tensor.shape) == len(dims) for tensor in tensors)
+    if has_rank and not wide(before):
+        _put_join(graph, tensors, joined, at)
     return joined
+
+
+def _repeated_as(part: TensorRef, whole: TensorRef) -> tuple[int, ...]:
+    """Return the strides of a tensor, zero along the dimensions that a piece of it repeats."""
+    strides = []
+    for step_of_part, step in zip(part.stride, whole.stride, strict=True):
+        strides.append(step if step_of_part else 0)
+    return tuple(strides)
+
+
+def _only_place(dims: Sequence[Dim], part: Dim) -> tuple[int, int] | None:
+    """Return the dimension that has these atoms side by side, and where they begin in it; None if not one has."""
+    size = len(part)
+    places = []
+    for at, dim in enumerate(dims):
+        for start in range(len(dim)):
+            if dim[start : start + size] == part:
+                places.append((at, start))
+    return places[0] if len(places) == 1 else None
+
+
+def _unmade(tensors: Sequence[TensorRef], shape: tuple[int, ...]) -> TensorRef:
+    """Return the reference of a tensor that torch never made: of these pieces, in memory of its own."""
+    number = -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
+    stride = contiguous(shape).stride
+    return replace(tensors[0], id=number, shape=shape, stride=stride, offset=0, storage=number)
+
+
+def _put_join(
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    joined: TensorRef,
+    place: int,
+    *,
+    is_stack: bool = False,
+) -> None:
+    """Add the concatenation, or the stack, of pieces to a recording, and its numbers where they were kept."""
+    recording = graph.recording
+    maker = recording.producer(tensors[0])
+    if maker is None:
+        return
+    pieces = tuple(tensors)
+    recording.joins[joined.id] = replace(
+        maker,
+        index=len(recording.ops) + len(recording.joins),
+        name="aten.stack.default" if is_stack else "aten.cat.default",
+        args=(pieces, place),
+        inputs=pieces,
+        outputs=(joined,),
+        kind="view",
+        call=-1,
+    )
+    numbers = [recording.values.get(tensor.id) for tensor in tensors]
+    if all(value is not None for value in numbers):
+        join = torch.stack if is_stack else torch.cat
+        recording.values[joined.id] = join(numbers, place)
 
 
 # -- pieces of the softmax alone --------------------------------------------------------------------------------------
@@ -285,42 +550,68 @@ def with_softmaxes_joined(graph: Graph, attentions: Sequence[Attention]) -> list
     merged: list[Attention] = []
     for group in groups.values():
         whole = _with_softmax_joined(graph, group) if len(group) > 1 else None
-        merged += group if whole is None else [whole]
+        if whole is None:
+            merged += group
+        else:
+            merged.append(whole)
     return sorted(merged, key=lambda attention: attention.softmax.index)
 
 
 def _with_softmax_joined(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     """Return one attention for those whose softmaxes read all pieces of the scores; None if some are missing."""
-    found = [_scores_piece(graph, turn) for turn in turns]
-    pieces = [each for each in found if each is not None]
-    if len(pieces) < len(turns) or len({each.layout for each in pieces}) > 1:
+    pieces = _scores_pieces(graph, turns)
+    if pieces is None or not _are_all(pieces):
         return None
-    pieces.sort(key=lambda each: each.start)
+    if not _compute_alike(turns):
+        return None
     first = pieces[0]
-    ends = [*accumulate((each.size for each in pieces), initial=0)]
-    if [each.start for each in pieces] != ends[:-1] or ends[-1] != first.source.shape[first.place]:
-        return None
-    if not pieces_agree(turns) or common_scale([turn.scale for turn in turns]) != turns[0].scale:
-        return None
     weights = _whole_weights(graph, pieces)
     if weights is None or first.place == first.softmax_dim:
         return None
-    stages = {name: _stage_of_pieces(graph, pieces, name) for name in ("scores", "masked_scores")}
-    known = {name: tensor for name, tensor in stages.items() if tensor is not None}
-    if any(name in turns[0].stages and name not in known for name in stages):
-        return None
     # The first in the order of the run: what was written before is no step of its scores.
     turn = turns[0]
-    made = graph.recording.producers.get(weights.id, -1)
+    stages = dict(turn.stages)
+    for name in ("scores", "masked_scores"):
+        tensor = _stage_of_pieces(graph, pieces, name)
+        if tensor is not None:
+            stages[name] = tensor
+        elif name in stages:
+            return None
+    stages["weights"] = weights
+    producer_index = graph.recording.producers.get(weights.id, -1)
     return replace(
         turn,
         softmax=replace(turn.softmax, outputs=(weights,)),
         softmax_dim=first.softmax_dim,
-        stages=turn.stages | known | {"weights": weights},
-        weights_path=tuple(op for op in turn.weights_path if op.index > made),
-        pieces=tuple(each.turn for each in pieces),
+        stages=stages,
+        weights_path=tuple(op for op in turn.weights_path if op.index > producer_index),
+        pieces=tuple(piece.turn for piece in pieces),
         cut_place=first.place,
     )
+
+
+def _scores_pieces(graph: Graph, turns: Sequence[Attention]) -> list[_ScoresPiece] | None:
+    """Return the scores of the turns as pieces, cut alike, in their order; None if some are no pieces."""
+    pieces = []
+    for turn in turns:
+        part = _scores_piece(graph, turn)
+        if part is None:
+            return None
+        pieces.append(part)
+    if len({part.layout for part in pieces}) > 1:
+        return None
+    return sorted(pieces, key=lambda part: part.start)
+
+
+def _are_all(pieces: Sequence[_ScoresPiece]) -> bool:
+    """Return whether pieces, in order, are all of the scores."""
+    end = 0
+    for part in pieces:
+        if part.start != end:
+            return False
+        end += part.size
+    first = pieces[0]
+    return end == first.source.shape[first.place]
 
 
 def _scores_piece(graph: Graph, turn: Attention) -> _ScoresPiece | None:
@@ -329,86 +620,98 @@ def _scores_piece(graph: Graph, turn: Attention) -> _ScoresPiece | None:
     if softmax is None:
         return None
     shape = turn.softmax.output.shape
+    size = turn.score_product.op.output.numel
     read: dict[int, TensorRef] = {}
     for step in graph.back(softmax.masked, graph.passes_on):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         # Pieces that were written before are further back: the nearest tensor of the memory is the piece.
         if step.tensor.shape == shape:
             read.setdefault(step.tensor.storage, step.tensor)
         if op is None or not (op.does("cuts") or op.base_name in ("select", "unbind")):
             continue
         source = op.inputs[0]
-        piece = read.get(source.storage)
-        if piece is None or source.numel != turn.score_product.op.output.numel:
-            continue
-        place = _cut_place(source, piece)
-        if place is None:
-            return None
-        start = (piece.offset - source.offset) // max(source.stride[place], 1)
-        keeps_place = len(shape) == len(source.shape)
-        return _ScoresPiece(turn, source, piece, place, start, shape[place] if keeps_place else 1, keeps_place)
+        part = read.get(source.storage)
+        if part is not None and source.numel == size:
+            return _piece_of(turn, source, part)
     return None
 
 
-def _cut_place(source: TensorRef, piece: TensorRef) -> int | None:
+def _piece_of(turn: Attention, source: TensorRef, part: TensorRef) -> _ScoresPiece | None:
+    """Return a tensor as a piece of all scores; None if it is another view of them."""
+    place = _cut_place(source, part)
+    if place is None:
+        return None
+    keeps_place = len(part.shape) == len(source.shape)
+    return _ScoresPiece(
+        turn=turn,
+        source=source,
+        tensor=part,
+        place=place,
+        start=(part.offset - source.offset) // max(source.stride[place], 1),
+        size=part.shape[place] if keeps_place else 1,
+        keeps_place=keeps_place,
+    )
+
+
+def _cut_place(source: TensorRef, part: TensorRef) -> int | None:
     """Return the one dimension of a tensor that a piece has a part of, or a single index; None for other views."""
-    layout, whole = (list(zip(tensor.shape, tensor.stride, strict=True)) for tensor in (piece, source))
-    if len(layout) == len(whole):
-        places = [place for place, size in enumerate(piece.shape) if size != source.shape[place]]
-        return places[0] if len(places) == 1 and piece.stride == source.stride else None
-    single = [place for place in range(len(whole)) if [*whole[:place], *whole[place + 1 :]] == layout]
-    return single[0] if len(single) == 1 else None
+    rank = len(source.shape)
+    if len(part.shape) != rank:
+        places = [place for place in range(rank) if _is_without(source, place, part)]
+    elif part.stride == source.stride:
+        places = _unlike_places(part.shape, source.shape)
+    else:
+        places = []
+    return places[0] if len(places) == 1 else None
+
+
+def _is_without(source: TensorRef, place: int, part: TensorRef) -> bool:
+    """Return whether a tensor has all dimensions of another one but this."""
+    shape, stride = list(source.shape), list(source.stride)
+    del shape[place], stride[place]
+    return part.shape == tuple(shape) and part.stride == tuple(stride)
 
 
 def _whole_weights(graph: Graph, pieces: Sequence[_ScoresPiece]) -> TensorRef | None:
     """Return the first tensor with the weights of all pieces, of the shape of the scores; None if there is none."""
-    turn, shape = pieces[0].turn, pieces[0].source.shape
+    turn = pieces[0].turn
+    shape = pieces[0].source.shape
     product = turn.value_product
     factor = product.right if turn.value_first else product.left
     ops = graph.recording.ops[: product.multiply.index + 1]
-    made = [made_of({each.turn.softmax.output.id}, ops) for each in pieces]
-    steps = graph.back(factor, graph.passes_on)
-    whole = [step.tensor for step in steps if step.tensor.shape == shape and all(step.tensor.id in ids for ids in made)]
-    return whole[-1] if whole else None
+    dependent = [made_of({part.turn.softmax.output.id}, ops) for part in pieces]
+    of_all = set.intersection(*dependent)
+    whole: TensorRef | None = None
+    for step in graph.back(factor, graph.passes_on):
+        if step.tensor.shape == shape and step.tensor.id in of_all:
+            whole = step.tensor
+    return whole
 
 
-def _stage_of_pieces(graph: Graph, pieces: Sequence[_ScoresPiece], stage: str) -> TensorRef | None:
+def _stage_of_pieces(
+    graph: Graph,
+    pieces: Sequence[_ScoresPiece],
+    stage: str,
+) -> TensorRef | None:
     """Return a stage before the softmax for all pieces; None if the pieces do not have it, or it is unknown."""
-    first = min(pieces, key=lambda each: each.turn.softmax.index)
-    own = first.turn.stages.get(stage)
-    if own is None or own.shape == first.source.shape:
-        return own
-    if own.id == first.tensor.id:
+    first = min(pieces, key=lambda part: part.turn.softmax.index)
+    tensor = first.turn.stages.get(stage)
+    if tensor is None or tensor.shape == first.source.shape:
+        return tensor
+    if tensor.id == first.tensor.id:
         return first.source
-    tensors = [each.turn.stages.get(stage, each.turn.stages["scores"]) for each in pieces]
+    turns = [part.turn for part in pieces]
     # Steps of a piece may include what was written for another one: only the input of the softmax is sure.
-    sure = stage == "masked_scores" or len({each.turn.scoring for each in pieces}) == 1
-    if not sure or any(tensor.shape != each.tensor.shape for tensor, each in zip(tensors, pieces, strict=True)):
-        return None
-    return _together(graph, tensors, first)
+    is_sure = stage == "masked_scores" or len({turn.scoring for turn in turns}) == 1
+    tensors = _stage(turns, stage)
+    for part, of_part in zip(pieces, tensors, strict=True):
+        is_sure = is_sure and of_part.shape == part.tensor.shape
+    return _together(graph, tensors, first) if is_sure else None
 
 
 def _together(graph: Graph, tensors: Sequence[TensorRef], cut: _ScoresPiece) -> TensorRef:
     """Return a tensor that torch never made: the pieces, concatenated or stacked as the scores were cut."""
-    shape, number = cut.source.shape, -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
-    stride = tuple([*accumulate(reversed(shape), mul, initial=1)][-2::-1])
-    joined = replace(tensors[0], id=number, shape=shape, stride=stride, offset=0, storage=number)
+    joined = _unmade(tensors, cut.source.shape)
     graph.dimensions.put(joined, graph.dimensions.of(cut.source))
-    recording = graph.recording
-    maker = recording.producer(tensors[0])
-    if maker is None:
-        return joined
-    recording.joins[number] = replace(
-        maker,
-        index=len(recording.ops) + len(recording.joins),
-        name="aten.cat.default" if cut.keeps_place else "aten.stack.default",
-        args=(tuple(tensors), cut.place),
-        inputs=tuple(tensors),
-        outputs=(joined,),
-        kind="view",
-        call=-1,
-    )
-    if all(tensor.id in recording.values for tensor in tensors):
-        join = torch.cat if cut.keeps_place else torch.stack
-        recording.values[number] = join([recording.values[tensor.id] for tensor in tensors], cut.place)
+    _put_join(graph, tensors, joined, cut.place, is_stack=not cut.keeps_place)
     return joined

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Dim, setting, wide
+from .axis import Axis, Dim, plain_name, setting, wide
 from .dimensions import Dimensions
 from .rules import reduced_places
 
@@ -37,37 +38,53 @@ class Product:
         """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; half without a sum; Joint: 0."""
         if self.multiply.does("product"):
             return 2 * self.op.output.numel * self.left.shape[-1]
-        return self.is_dot * (1 + (self.op is not self.multiply)) * self.multiply.output.numel
+        if not self.is_dot:
+            return 0
+        multiplied = self.multiply.output.numel
+        return multiplied if self.op is self.multiply else 2 * multiplied
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return the role of each dimension of the factors and of the result."""
-        result = dimensions.of(self.op.output)
         if self.multiply.does("product"):
-            left, right = dimensions.of(self.left), dimensions.of(self.right)
-            if len(right) < 2:  # mv, dot
-                rows = result[0] if result else ()
-                return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
-            batch = tuple([atom for dim in result[:-2] for atom in dim])
-            return ProductAxes(batch, result[-2], result[-1], left[-2], left[-1], right[-2], right[-1])
-        result_atoms = [atom for dim in result for atom in dim]
-        sides = [*sides_of(dimensions, self.multiply)]
+            return self._axes_of_matrices(dimensions)
+        result_atoms = list(chain.from_iterable(dimensions.of(self.op.output)))
+        in_result = set(result_atoms)
         axes: dict[str, Dim] = defaultdict(tuple)
-        for whole, first, second in sides:
+        multiplied: set[Axis] = set()
+        for whole, first, second in sides_of(dimensions, self.multiply):
+            multiplied.update(whole)
             if not second:
                 axes["rows"] += whole
                 axes["left_rows"] += first
             elif not first:
                 axes["columns"] += whole
                 axes["right_columns"] += second
-            elif whole and set(whole) <= set(result_atoms):
+            elif whole and in_result.issuperset(whole):
                 axes["batch"] += whole
             else:
                 axes["left_inner"] += first
                 axes["right_inner"] += second
         # The reduction of the features may give several scores, one for each head.
-        known = {atom for whole, _, _ in sides for atom in whole}
-        axes["batch"] += tuple(atom for atom in wide(result_atoms) if atom not in known)
+        axes["batch"] += tuple([atom for atom in wide(result_atoms) if atom not in multiplied])
         return ProductAxes(**axes)
+
+    def _axes_of_matrices(self, dimensions: Dimensions) -> ProductAxes:
+        """Return the role of each dimension in a product of matrices, or of a matrix and a vector."""
+        result = dimensions.of(self.op.output)
+        left = dimensions.of(self.left)
+        right = dimensions.of(self.right)
+        if len(right) < 2:  # mv, dot
+            rows = result[0] if result else ()
+            return ProductAxes(rows=rows, left_rows=rows, left_inner=left[-1], right_inner=right[-1])
+        return ProductAxes(
+            batch=tuple(chain.from_iterable(result[:-2])),
+            rows=result[-2],
+            columns=result[-1],
+            left_rows=left[-2],
+            left_inner=left[-1],
+            right_inner=right[-2],
+            right_columns=right[-1],
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +115,7 @@ class Joint(Product):
     @property
     def meeting(self) -> str:
         """The name of the join of queries and keys."""
-        name = self.multiply.base_name.rstrip("_")
+        name = plain_name(self.multiply)
         return {"add": "a sum", "cat": "concatenated features"}.get(name, "a difference")
 
 
@@ -129,53 +146,109 @@ class ProductPath(NamedTuple):
 def product_of(recording: Recording, op: Op) -> Product | None:
     """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
     if op.does("product"):
-        return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
-    multiply = recording.producer(op.inputs[0]) if op.base_name == "sum" and op.outputs else None
-    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not multiply.output.shape:
+        if len(op.inputs) < 2:
+            return None
+        left, right = op.inputs[-2:]
+        return Product(op, op, left, right)
+    if op.base_name != "sum" or not op.outputs:
+        return None
+    multiply = recording.producer(op.inputs[0])
+    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2:
         return None
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
-    summed = reduced_places(op)
-    wide_places = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
+    if not rank:
+        return None
+    summed = set(reduced_places(op))
+    of_left, of_right = wide_places(left, rank), wide_places(right, rank)
     # Both factors have every summed dimension, and their other dimensions differ: otherwise it is e.g. a norm.
-    whole = all(places[place] for place in summed for places in wide_places)
-    return Product(op, multiply, left, right) if summed and whole and wide_places[0] != wide_places[1] else None
+    have_summed = summed <= of_left & of_right
+    if not summed or not have_summed or of_left == of_right:
+        return None
+    return Product(op, multiply, left, right)
 
 
-def sides_of(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
+class Side(NamedTuple):
+    """One axis of the result of a join, and of its factors; empty in a factor that is repeated along it."""
+
+    whole: Dim
+    left: Dim
+    right: Dim
+
+
+def sides_of(dimensions: Dimensions, op: Op) -> Iterator[Side]:
     """Yield each axis of the result of a join, with its axis in the left and in the right factor.
 
     An axis is empty in a factor that is broadcast or repeated along it. Concatenated features are no axis of the
     result.
     """
-    left, right = (dimensions.of(factor) for factor in op.inputs)
-    whole = dimensions.of(op.output)
     if op.does("distances"):
-        batch = zip(whole[:-2], left[:-2], right[:-2], strict=False)
-        yield from (*batch, (whole[-2], left[-2], ()), (whole[-1], (), right[-2]), ((), left[-1], right[-1]))
+        yield from _sides_of_distance(dimensions, op)
         return
+    whole = dimensions.of(op.output)
     rank = len(whole)
     joined = setting(op, 1, "dim", 0) % rank if op.base_name == "cat" else None
-    left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
+    left, right = (_factor_sides(dimensions, factor, rank, joined) for factor in op.inputs)
     for place, dim in enumerate(whole):
-        first, second = (
-            wide(dims[place]) if place == joined or is_wide(factor, rank, place) else ()
-            for dims, factor in zip((left, right), op.inputs, strict=True)
-        )
+        first, second = left[place], right[place]
         out = wide(dim)
         if place == joined:
-            yield (), first, second
+            yield Side((), first, second)
         elif not out:
-            yield dim, dim, dim
-        elif any(len(side) != len(out) for side in (first, second) if side):
-            yield out, first, second
+            yield Side(dim, dim, dim)
+        elif not {len(first), len(second)} <= {0, len(out)}:
+            yield Side(out, first, second)
         else:
             for at, atom in enumerate(out):
-                a, b = (side[at : at + 1] if side and not side[at].repeats else () for side in (first, second))
-                yield (atom,), a, b
+                yield Side((atom,), _unrepeated(first, at), _unrepeated(second, at))
+
+
+def _sides_of_distance(dimensions: Dimensions, op: Op) -> Iterator[Side]:
+    """Yield the axes of distances: `batch rows features, batch columns features -> batch rows columns`."""
+    left, right = map(dimensions.of, op.inputs)
+    whole = dimensions.of(op.output)
+    *_, left_rows, left_features = left
+    *_, right_columns, right_features = right
+    *batch, rows, columns = whole
+    for dim, first, second in zip(batch, left[:-2], right[:-2], strict=False):
+        yield Side(dim, first, second)
+    yield Side(rows, left_rows, ())
+    yield Side(columns, (), right_columns)
+    yield Side((), left_features, right_features)
+
+
+def _factor_sides(
+    dimensions: Dimensions,
+    factor: TensorRef,
+    rank: int,
+    joined: int | None,
+) -> list[Dim]:
+    """Return the axes of a factor by the dimension of the result; empty where it is broadcast or repeated."""
+    dims = dimensions.of(factor)
+    missing = rank - len(dims)
+    sides: list[Dim] = []
+    for place in range(rank):
+        has_place = place == joined or is_wide(factor, rank, place)
+        is_there = has_place and place >= missing
+        sides.append(wide(dims[place - missing]) if is_there else ())
+    return sides
+
+
+def _unrepeated(side: Dim, place: int) -> Dim:
+    """Return one axis of a factor; empty if the factor is repeated along it."""
+    if not side or side[place].repeats:
+        return ()
+    return side[place : place + 1]
 
 
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
     """Return whether a factor has more than one element along a dimension of the broadcast or expanded result."""
     at = place - (rank - len(tensor.shape))
-    return at >= 0 and tensor.shape[at] > 1 and tensor.stride[at] != 0
+    if at < 0:
+        return False
+    return tensor.shape[at] > 1 and tensor.stride[at] != 0
+
+
+def wide_places(tensor: TensorRef, rank: int) -> set[int]:
+    """Return the dimensions of a result of `rank` dimensions along which a factor has more than one element."""
+    return {place for place in range(rank) if is_wide(tensor, rank, place)}

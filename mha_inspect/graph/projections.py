@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention, features_place
-from .axis import Axis, setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
+from .ids import ids_of
 from .part import may_overlap
 from .scores import mixing_of
 
@@ -29,9 +30,17 @@ class Projection:
     earlier: tuple[Op, ...] = ()
     """The low-rank projections before it, in order."""
 
+    @property
+    def first(self) -> Op:
+        """The first of the successive projections."""
+        return self.earlier[0] if self.earlier else self.op
+
 
 def projections_behind(
-    graph: Graph, heads: Mapping[str, TensorRef], module: str, positions: Mapping[str, set[Axis]]
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    module: str,
+    positions: Mapping[str, set[Axis]],
 ) -> dict[str, Projection]:
     """Return the projections of query, key and value; a side without a projection is absent.
 
@@ -41,60 +50,96 @@ def projections_behind(
         module: path of the module that computes the scores.
         positions: the position axes of each side.
     """
-    query = _projection(graph, heads["q_heads"], module, set()) if "q_heads" in heads else None
-    if query is not None and graph.is_by_head(query.op):
-        behind = _projection(graph, graph.projected(query.op), module, set(), outside=False)
-        made = {atom for dim in graph.dimensions.of(query.op.output)[:1] for atom in wide(dim)}
-        if behind is not None and made & {*graph.dimensions.of(behind.op.output)[-1]}:
-            query = replace(behind, path=(*behind.path, query.op, *query.path))
+    nearest: dict[str, Projection | None] = {}
+    query = _query_projection(graph, heads, module)
     like = None if query is None else _origin(graph, query.op)
-    nearest = {"query": query} | {
-        name: _projection(graph, heads[f"{name[0]}_heads"], module, positions[name], like)
-        for name in ("key", "value")
-        if f"{name[0]}_heads" in heads
-    }
-    ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
-    first: Origin | None = None
-    for name, end in ends.items():
-        ends[name] = replace(end, earlier=earlier_projections(graph, end.op, module, first))
-        first = _origin(graph, (*ends[name].earlier, end.op)[0]) if name == "query" else first
+    nearest["query"] = query
+    for name in ("key", "value"):
+        stage = f"{name[0]}_heads"
+        if stage in heads:
+            nearest[name] = _projection(graph, heads[stage], module, positions[name], like)
+    ends: dict[str, Projection] = {}
+    of_query: Origin | None = None
+    for name, end in nearest.items():
+        if end is None or _is_a_step(graph, end, positions[name]):
+            continue
+        ends[name] = replace(end, earlier=earlier_projections(graph, end.op, module, of_query))
+        if name == "query":
+            of_query = _origin(graph, ends[name].first)
     return ends
 
 
+def _query_projection(
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    module: str,
+) -> Projection | None:
+    """Return the projection of the queries; None if they have none.
+
+    If the heads are multiplied by a matrix each, as an absorbed projection of the keys does, it is the one before that.
+    """
+    if "q_heads" not in heads:
+        return None
+    query = _projection(graph, heads["q_heads"], module, set())
+    if query is None or not graph.is_by_head(query.op):
+        return query
+    before = _projection(graph, graph.projected(query.op), module, set(), outside=False)
+    if before is None:
+        return query
+    separate_heads = set(wide(*graph.dimensions.of(query.op.output)[:1]))
+    if separate_heads.isdisjoint(graph.dimensions.of(before.op.output)[-1]):
+        return query
+    return replace(before, path=(*before.path, query.op, *query.path))
+
+
 def with_projections(
-    graph: Graph, heads: Mapping[str, TensorRef], ends: Mapping[str, Projection]
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    ends: Mapping[str, Projection],
 ) -> dict[str, TensorRef]:
     """Return the stages up to the heads: the inputs of the projections, their results, and the heads."""
-    given: dict[str, TensorRef] = {}
-    same: dict[object, TensorRef] = {}
+    inputs: dict[str, TensorRef] = {}
+    projected: dict[str, TensorRef] = {}
+    gathered: dict[object, TensorRef] = {}
     for name, end in ends.items():
-        op = end.earlier[0] if end.earlier else end.op
-        source = graph.before_flattening(graph.before_call(op, graph.projected(op)), op.module)
-        origin = graph.before_moves(source)
-        given[name] = origin if origin.id in graph.recording.input_ids else source
-        given[name] = same.setdefault(_gathered(graph, given[name]), given[name])
-    projected = {f"{name[0]}_proj": _projected(graph, name, ends, heads[f"{name[0]}_heads"]) for name in ends}
-    return {**given, **projected, **heads}
+        source = _projected_input(graph, end)
+        inputs[name] = gathered.setdefault(_gathered(graph, source), source)
+        letter = name[0]
+        projected[f"{letter}_proj"] = _projected(graph, name, ends, heads[f"{letter}_heads"])
+    return {**inputs, **projected, **heads}
+
+
+def _projected_input(graph: Graph, end: Projection) -> TensorRef:
+    """Return what the first projection of a side projects, as it was given to the run or to its module."""
+    op = end.first
+    source = graph.before_flattening(graph.before_call(op, graph.projected(op)), op.module)
+    origin = graph.before_moves(source)
+    return origin if origin.id in graph.recording.input_ids else source
 
 
 def _gathered(graph: Graph, tensor: TensorRef) -> object:
     """Return a key that is equal for tensors that each side gathers from all ranks for itself; else the tensor's id."""
-
-    def passes(op: Op) -> bool:
-        return op.kind == "view" or (op.does("joins") and len({read.storage for read in op.inputs}) == 1)
-
-    op = graph.recording.producer(graph.before(tensor, passes))
+    op = graph.producer(graph.before(tensor, _keeps_gathered))
     if op is None or not op.is_collective:
         return tensor.id
     return op.name, graph.before_moves(op.inputs[-1]).id, tensor.shape
+
+
+def _keeps_gathered(op: Op) -> bool:
+    """Return whether this views gathered parts, or joins those in one memory."""
+    if op.kind == "view":
+        return True
+    storages = {read.storage for read in op.inputs}
+    return op.does("joins") and len(storages) == 1
 
 
 def _passes(graph: Graph, op: Op) -> bool:
     """Return whether this operation may come between a projection and its heads."""
     if op.does("product"):
         return graph.is_by_table(op)
-    passes = op.does("norms", "passes_on", "gathers", "pools") or graph.is_by_channel(op)
-    return op.kind != "compute" or op.pointwise or passes
+    if op.kind != "compute" or op.pointwise or graph.is_by_channel(op):
+        return True
+    return op.does("norms", "passes_on", "gathers", "pools")
 
 
 def _origin(graph: Graph, op: Op) -> Origin:
@@ -118,83 +163,171 @@ def _projection(
     projection that gives `positions` reduces the number of keys: it is passed if another one gives the features. With
     `outside` the projection may be outside the module. None if there is no projection.
     """
-    nearest: Projection | None = None
-    direct: Projection | None = None
-    of_positions: Projection | None = None
-    adapter: Projection | None = None
-    adapted: Origin | None = None
+
+    def is_allowed(op: Op) -> bool:
+        return outside or inside(op.module, module)
 
     def through(op: Op) -> bool:
-        return (outside or inside(op.module, module)) and (_passes(graph, op) or _gives(graph, op, positions))
+        return is_allowed(op) and (_passes(graph, op) or _gives(graph, op, positions))
 
+    candidates = _Candidates(graph, module, positions, like)
     for step in graph.back(heads, through):
-        op = graph.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op) or not (outside or inside(op.module, module)):
+        op = graph.producer(step.tensor)
+        if op is None or not graph.is_projection(op) or not is_allowed(op):
             continue
         end = Projection(op, step.path[::-1])
-        joined = any(passed.base_name == "cat" for passed in end.path)
-        several = joined or _adds_activations(graph, end.path)
-        is_apart = joined and like is None and not inside(op.module, module)  # e.g. the embedding of a class token
-        chosen = joined and like is not None
-        earlier = earlier_projections(graph, op, module, like) if chosen and op.does("product") else ()
-        is_like = like is None or not several or _origin(graph, (*earlier, op)[0]) == like
-        if _gives(graph, op, positions):
-            of_positions = of_positions or end
-        elif is_like and chosen and not earlier:
-            direct = direct or end
-        elif is_like and not is_apart and (nearest is None or several):
-            low_rank = () if joined or not several else earlier_projections(graph, op, module, like)
-            if adapter is None and not low_rank:
-                return end
-            if adapter is None:  # what it is added to may have a projection of its own
-                adapter, adapted = end, _origin(graph, low_rank[0])
-            elif not low_rank and _origin(graph, op) == adapted:
-                return end
-        else:
-            nearest = nearest or end
-    return adapter or direct or nearest or of_positions
+        if candidates.take(end):
+            return end
+    return candidates.best
+
+
+class _Candidates:
+    """The projections on the walk back from heads, which are taken until one is surely theirs."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        module: str,
+        positions: set[Axis],
+        like: Origin | None,
+    ) -> None:
+        self._graph = graph
+        self._module = module
+        self._positions = positions
+        self._like = like
+        self._nearest: Projection | None = None
+        self._direct: Projection | None = None
+        """The first of joined ones that projects `like` itself."""
+        self._of_positions: Projection | None = None
+        self._adapter: Projection | None = None
+        """The first of added ones that is the end of low-rank projections."""
+        self._adapted: Origin | None = None
+        """What these project."""
+
+    @property
+    def best(self) -> Projection | None:
+        """The most likely one if none is sure."""
+        return self._adapter or self._direct or self._nearest or self._of_positions
+
+    def take(self, end: Projection) -> bool:
+        """Take a projection; return whether it is surely the one."""
+        graph, op = self._graph, end.op
+        if _gives(graph, op, self._positions):
+            self._of_positions = self._of_positions or end
+            return False
+        if any(passed.base_name == "cat" for passed in end.path):
+            return self._take_joined(end)
+        if _adds_activations(graph, end.path):
+            return self._take_added(end)
+        if self._nearest is None:
+            return self._is_sure(end)
+        return False
+
+    def _take_joined(self, end: Projection) -> bool:
+        """Take one of several projections whose results are joined."""
+        graph, op, like = self._graph, end.op, self._like
+        if like is None:
+            # E.g. the embedding of a class token is apart.
+            if inside(op.module, self._module):
+                return self._is_sure(end)
+            return self._keep(end)
+        earlier = earlier_projections(graph, op, self._module, like) if op.does("product") else ()
+        if _origin(graph, earlier[0] if earlier else op) != like:
+            return self._keep(end)
+        if earlier:
+            return self._is_sure(end)
+        self._direct = self._direct or end
+        return False
+
+    def _take_added(self, end: Projection) -> bool:
+        """Take one of several projections whose results are added; that of an adapter is the end of low-rank ones."""
+        graph, op, like = self._graph, end.op, self._like
+        if like is not None and _origin(graph, op) != like:
+            return self._keep(end)
+        low_rank = earlier_projections(graph, op, self._module, like)
+        if not low_rank:
+            return self._is_sure(end)
+        if self._adapter is None:  # what it is added to may have a projection of its own
+            self._adapter = end
+            self._adapted = _origin(graph, low_rank[0])
+        return False
+
+    def _is_sure(self, end: Projection) -> bool:
+        """Return whether nothing speaks against a projection: no adapter of another input is added to it."""
+        return self._adapter is None or _origin(self._graph, end.op) == self._adapted
+
+    def _keep(self, end: Projection) -> bool:
+        self._nearest = self._nearest or end
+        return False
 
 
 def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:
     """Return whether this projection gives one of several concatenated positions, as each step of a recurrence does."""
     for op in end.path:
-        if op.base_name in ("cat", "stack") and len(op.inputs) > 2:
-            joined = graph.dimensions.of(op.output)[setting(op, 1, "dim", 0) % len(op.output.shape)]
-            if set(joined) & positions and graph.leads_to(op.inputs[0], op.inputs[1]):
-                return True
+        if op.base_name not in ("cat", "stack") or len(op.inputs) < 3:
+            continue
+        joined = graph.dimensions.of(op.output)[_place_of_join(op)]
+        if positions.isdisjoint(joined):
+            continue
+        first, second = op.inputs[:2]
+        if graph.leads_to(first, second):
+            return True
     return False
+
+
+def _place_of_join(op: Op) -> int:
+    """Return the dimension of the result that a concatenation or a stack joins along, counted from 0."""
+    return int(setting(op, 1, "dim", 0)) % len(op.output.shape)
 
 
 def _gives(graph: Graph, op: Op, positions: set[Axis]) -> bool:
     """Return whether a projection gives positions instead of features."""
-    mixing = mixing_of(graph, op) if positions else None
-    given = set() if mixing is None else set(wide(graph.dimensions.of(op.output)[mixing.place]))
-    return bool(given) and given <= positions
+    if not positions:
+        return False
+    mixing = mixing_of(graph, op)
+    if mixing is None:
+        return False
+    axes = wide(graph.dimensions.of(op.output)[mixing.place])
+    return bool(axes) and positions.issuperset(axes)
 
 
 def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     """Return whether two tensors that depend on the inputs are added on this path."""
-    added = (op for op in path if op.base_name.rstrip("_") == "add")
-    return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
+    additions = [op for op in path if plain_name(op) == "add"]
+    return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in additions)
 
 
-def earlier_projections(graph: Graph, op: Op, module: str, like: Origin | None = None) -> tuple[Op, ...]:
+def earlier_projections(
+    graph: Graph,
+    op: Op,
+    module: str,
+    like: Origin | None = None,
+) -> tuple[Op, ...]:
     """Return the low-rank projections before a projection, in the same module, in order.
 
     Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.
     """
     earlier: list[Op] = []
-    while (read := graph.projected(op)).shape[-1:] < op.output.shape[-1:]:
+    read = graph.projected(op)
+    while read.shape[-1:] < op.output.shape[-1:]:
         end = _projection(graph, read, module, set(), like, outside=False)
         # A residual adds the output of another attention: its W_o is no step of this projection.
-        if end is None or _adds_activations(graph, end.path) or read.shape[-1] >= graph.projected(end.op).shape[-1]:
+        if end is None or _adds_activations(graph, end.path):
             break
-        op = end.op
+        source = graph.projected(end.op)
+        if read.shape[-1] >= source.shape[-1]:
+            break
+        op, read = end.op, source
         earlier.insert(0, op)
     return tuple(earlier)
 
 
-def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: TensorRef) -> TensorRef:
+def _projected(
+    graph: Graph,
+    name: str,
+    ends: Mapping[str, Projection],
+    heads: TensorRef,
+) -> TensorRef:
     """Return the result of a projection; if several sides share the projection, the piece of this side.
 
     `q, k, v = linear(x).chunk(3, -1)` makes `batch position (qkv heads head_dim)`, and the piece of each side is
@@ -208,9 +341,11 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
     sharing = _sides_sharing(name, ends)
     if not sharing:
         return whole
-    shared_ops = {op.index for side in sharing for op in side.path}
-    made_at = graph.recording.producers.get(whole.id, -1)
-    since_whole = [op for op in end.path if op.index > made_at]
+    shared_ops: set[int] = set()
+    for side in sharing:
+        shared_ops.update(op.index for op in side.path)
+    producer_index = graph.recording.producers.get(whole.id, -1)
+    since_whole = [op for op in end.path if op.index > producer_index]
     piece = whole
     for op, reader in _with_readers(_without_other_writes(since_whole, heads)):
         if not graph.moves(op):
@@ -228,12 +363,24 @@ def _without_other_writes(path: Sequence[Op], heads: TensorRef) -> list[Op]:
     """Return a path without writes into slices that have no part of the heads, and without these slices."""
     kept: list[Op] = []
     for op in path:
-        target = op.inputs[0] if op.kind == "write" and op.inputs else None
-        if target is None or target.storage != heads.storage or may_overlap(target, heads):
+        if not _writes_elsewhere(op, heads):
             kept.append(op)
-        elif kept and kept[-1].outputs and kept[-1].output.id == target.id:
+        elif kept and _makes_target(kept[-1], op):
             kept.pop()
     return kept
+
+
+def _makes_target(op: Op, write: Op) -> bool:
+    """Return whether an operation makes the slice that another one writes into."""
+    return bool(op.outputs) and op.output.id == write.inputs[0].id
+
+
+def _writes_elsewhere(op: Op, heads: TensorRef) -> bool:
+    """Return whether an operation writes into the memory of the heads, but into no part of them."""
+    if op.kind != "write" or not op.inputs:
+        return False
+    target = op.inputs[0]
+    return target.storage == heads.storage and not may_overlap(target, heads)
 
 
 def _joined_heads(graph: Graph, end: Projection) -> TensorRef | None:
@@ -242,33 +389,50 @@ def _joined_heads(graph: Graph, end: Projection) -> TensorRef | None:
     They are concatenated along the features, `batch position (heads head_dim)`, or stacked.
     """
     for op in end.path:
-        if op.base_name not in ("cat", "stack") or len(op.inputs) < 2:
-            continue
-        projections = [_only_projection(graph, read) for read in op.inputs]
-        if any(each is None or _origin(graph, each) != _origin(graph, end.op) for each in projections):
-            return None
-        if len({each.index for each in projections if each is not None}) < len(op.inputs):
-            return None
-        rank = len(op.output.shape)
-        features = op.base_name == "cat" and setting(op, 1, "dim", 0) % rank == rank - 1
-        is_flat = features and op.output.shape[:-1] == graph.after_projection(end.op).shape[:-1]
-        are_alike = len({read.shape for read in op.inputs}) == 1
-        return op.output if is_flat or are_alike else None
+        if op.base_name in ("cat", "stack") and len(op.inputs) > 1:
+            return op.output if _joins_projections_like(graph, op, end.op) else None
     return None
+
+
+def _joins_projections_like(graph: Graph, op: Op, first: Op) -> bool:
+    """Return whether every operand of a join is the result of a projection of its own, of the input of the first."""
+    projections: set[int] = set()
+    for read in op.inputs:
+        projection = _only_projection(graph, read)
+        if projection is None or _origin(graph, projection) != _origin(graph, first):
+            return False
+        projections.add(projection.index)
+    if len(projections) < len(op.inputs):
+        return False
+    if len({read.shape for read in op.inputs}) == 1:
+        return True
+    rank = len(op.output.shape)
+    if op.base_name != "cat" or _place_of_join(op) != rank - 1:
+        return False
+    rows = graph.after_projection(first).shape[:-1]
+    return op.output.shape[:-1] == rows
 
 
 def _only_projection(graph: Graph, tensor: TensorRef) -> Op | None:
     """Return the projection that a tensor is the result of, with its bias, in any shape; None for anything else."""
-    end = graph.before(tensor, lambda op: not graph.is_projection(op) and (graph.moves(op) or graph.adds_bias(op)))
-    op = graph.recording.producer(end)
+
+    def through(op: Op) -> bool:
+        if graph.is_projection(op):
+            return False
+        return graph.moves(op) or graph.adds_bias(op)
+
+    op = graph.producer(graph.before(tensor, through))
     return op if op is not None and graph.is_projection(op) else None
 
 
 def _sides_sharing(name: str, ends: Mapping[str, Projection]) -> list[Projection]:
     """Return the other sides that come through the projection of this side, at once or through a low-rank one."""
     op = ends[name].op
-    others = [other for side, other in ends.items() if side != name]
-    return [other for other in others if op in (other.op, *other.earlier)]
+    sharing = []
+    for side, end in ends.items():
+        if side != name and op in (end.op, *end.earlier):
+            sharing.append(end)
+    return sharing
 
 
 def _with_readers(path: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
@@ -279,7 +443,7 @@ def _with_readers(path: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
 
 def _output_read(op: Op, read: Iterable[TensorRef]) -> TensorRef:
     """Return the output of `op` that is among the tensors `read`, as a split has one for each side; else the first."""
-    ids = {tensor.id for tensor in read}
+    ids = ids_of(read)
     for output in op.outputs:
         if output.id in ids:
             return output
@@ -292,49 +456,83 @@ def _has_rows_of(whole: TensorRef, part: TensorRef, projection: Op) -> bool:
     The features of a convolution are in the second dimension: `batch features position`.
     """
     rank = len(whole.shape)
+    rows, rows_of_part = list(whole.shape), list(part.shape)
     if features_place(projection, rank) == -1:
-        return len(part.shape) <= rank and part.shape[:-1] == whole.shape[:-1]
-    return len(part.shape) == rank and part.shape[:1] == whole.shape[:1] and part.shape[2:] == whole.shape[2:]
+        has_rank = len(rows_of_part) <= rank
+        return has_rank and rows_of_part[:-1] == rows[:-1]
+    if len(rows_of_part) != rank:
+        return False
+    del rows[1], rows_of_part[1]
+    return rows == rows_of_part
 
 
-def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
-    """Return the projections that give heads of further tokens, joined with those of `own` along their positions.
+def joined_projections(graph: Graph, first: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
+    """Return the projections that give heads of further tokens, joined with those of `first` along their positions.
 
     Each comes with the ids of the tensors that these operations make of it.
     """
-    projections = [op for op in ops if op is not own and graph.is_projection(op) and not graph.is_weight(op.output)]
-    made, own_ids = {op.index: made_of({op.output.id}, ops) for op in projections}, made_of({own.output.id}, ops)
+    of_first = made_of({first.output.id}, ops)
+    derived: dict[int, set[int]] = {}
+    outputs: dict[int, int] = {}
+    for op in ops:
+        if op is first or not graph.is_projection(op):
+            continue
+        if graph.is_weight(op.output):
+            continue
+        ids = made_of({op.output.id}, ops)
+        join = _join_of_both(ops, ids, of_first)
+        if join is None or first.output.id in ids:
+            continue
+        features = len(join.output.shape) - 1
+        if join.base_name == "cat" and _place_of_join(join) < features:
+            derived[op.index] = ids
+            outputs[op.index] = op.output.id
     joined: dict[int, set[int]] = {}
-    for op in projections:
-        both = (each for each in ops if {t.id for t in each.inputs} & made[op.index] - own_ids)
-        join = next((each for each in both if {t.id for t in each.inputs} & own_ids - made[op.index]), None)
-        if join is not None and join.base_name == "cat" and own.output.id not in made[op.index]:
-            rank = len(join.output.shape)
-            if setting(join, 1, "dim", 0) % rank < rank - 1:
-                joined[op.index] = made[op.index]
-    outputs = {op.index: op.output.id for op in projections}
-    return {
-        index: ids
-        for index, ids in joined.items()
-        if not any(outputs[other] in ids for other in joined if other != index)  # a step before another
-    }
+    for index, ids in derived.items():
+        later = [output for number, output in outputs.items() if number != index]
+        # A projection that leads to another one is only a step before it.
+        if ids.isdisjoint(later):
+            joined[index] = ids
+    return joined
 
 
-def reduction_of(graph: Graph, attention: Attention, side: str) -> tuple[str, tuple[Op, ...]]:
+def _join_of_both(ops: Sequence[Op], left: set[int], right: set[int]) -> Op | None:
+    """Return the first operation that reads a tensor of each set that is not in the other one; None without one."""
+    only_left, only_right = left - right, right - left
+    for op in ops:
+        ids = ids_of(op.inputs)
+        if not ids.isdisjoint(only_left) and not ids.isdisjoint(only_right):
+            return op
+    return None
+
+
+def reduction_of(
+    graph: Graph,
+    attention: Attention,
+    side: str,
+) -> tuple[str, tuple[Op, ...]]:
     """Return what a query, key or value is computed from, `the query` or `the input`, and the operations, in order.
 
     Empty without a convolution or pooling in the module of the attention.
     """
-    query, ops = attention.stages.get("query"), list[Op]()
+    query = attention.stages.get("query")
     origin = None if query is None or side == "query" else graph.before_moves(query).id
+    ops: list[Op] = []
     tensor: TensorRef | None = attention.stages.get(side)
     while tensor is not None:
-        op = graph.recording.producer(tensor)
+        op = graph.producer(tensor)
         is_query = graph.before_moves(tensor).id == origin
         if op is None or is_query or not inside(op.module, attention.module):
-            reduces = any(passed.does("convolution", "pools") for passed in ops)
-            return ("the query" if is_query else "the input", tuple(ops[::-1])) if reduces else ("", ())
-        read = {each.id: each for each in op.inputs if graph.comes_from_inputs(each)}
-        ops += [op] if op.kind == "compute" else []
-        tensor = next(iter(read.values())) if len(read) == 1 and len(ops) < _LONGEST else None
+            if not any(passed.does("convolution", "pools") for passed in ops):
+                return "", ()
+            return ("the query" if is_query else "the input"), tuple(ops[::-1])
+        if op.kind == "compute":
+            ops.append(op)
+        tensor = _only_activation(graph, op) if len(ops) < _LONGEST else None
     return "", ()
+
+
+def _only_activation(graph: Graph, op: Op) -> TensorRef | None:
+    """Return the one tensor that an operation reads and that depends on the inputs; None if there are several."""
+    activations = {read.id: read for read in op.inputs if graph.comes_from_inputs(read)}
+    return next(iter(activations.values())) if len(activations) == 1 else None

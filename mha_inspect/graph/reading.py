@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
+from .axis import plain_name
 from .dataflow import Graph
+from .ids import any_in, ids_of
 from .pairs import Pair
 from .products import ProductPath
 from .replay import NotReplayedError
 from .rerun import Constants
-from .response import Response, Slope, Softmaxed
-from .scores import Scoring, adds_mask, mixing_of, multiply
+from .response import Cut, Response, Slope, Softmaxed, Step
+from .scores import Scoring, adds_mask, mixings_of, multiply
 from .softmax import Softmax, is_shift
 from .standardised import statistic_step
 
@@ -54,8 +56,8 @@ def read(graph: Graph, pair: Pair, constants: Constants) -> Reading | None:
     try:
         with torch.device("cpu"):  # whatever the surrounding default is
             response = Response(graph, pair.scores.op.output, pair.values.tensor, constants)
-            found = _weights(response)
-            slope = None if found is None else response.slope(found.cut, found, logarithm=True)
+            weights = _weights(response)
+            slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
             if slope is not None and slope.number is not None and abs(slope.number) > _STEEP:
                 # A score that is multiplied by thousands is no mask.
                 size = 1 / abs(slope.number)
@@ -66,52 +68,94 @@ def read(graph: Graph, pair: Pair, constants: Constants) -> Reading | None:
 
 
 def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
-    found = _weights(response)
-    if found is None:
+    weights = _weights(response)
+    if weights is None:
         return None
-    masked = _masked(response, found)
-    is_softmax = response.cuts[found.cut].op.does("softmax")
-    exponent = response.exponent(masked, found)
-    reads_masked = is_softmax and response.cuts[found.cut].op.inputs[0].id == response.cuts[masked].tensor.id
-    if exponent is None and not reads_masked:
-        return None  # weights that sum to one, and are no exponentials as far as is known
-    has_factors = exponent is not None and response.adds_inside(masked, found, exponent)
-    if has_factors and is_softmax:
-        return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
-    slope = response.slope(found.cut, found, logarithm=True)
-    weights = response.cuts[found.cut]
-    *beside, dim = found.places
-    masks = _masks_of_exponentials(response, masked, found)
-    softmax = Softmax(weights.op, response.cuts[masked].tensor, dim, masks, beside=tuple(beside))
-    if response.cuts[masked].tensor.shape != weights.tensor.shape:
+    masked = _masked(response, weights)
+    exponentials = _exponentials(response, masked, weights)
+    if exponentials is None:
         return None
-    values = ProductPath(pair.values.product, _path_after(response, found), pair.values.tensor)
-    before = tuple(op for cut in response.cuts[1 : masked + 1] for op in cut.ops)
-    scores = ProductPath(pair.scores, before, pair.scores.op.output)
-    scoring = _scoring(graph, response, masked, found, _alpha(pair))
+    softmax = _softmax(response, masked, weights)
+    if softmax.masked.shape != softmax.op.output.shape:
+        return None
+    scoring = _scoring(graph, response, masked, weights, _alpha(pair))
     if scoring.sinks is not None and _has_other_scores(graph, pair, scoring.sinks):
         return None
-    seen = None if is_softmax or response.unknown else response.seen(found)
-    if seen is not None and not masks and not bool(seen.all()) and not scoring.masks:
-        softmax = softmax._replace(masks=(_hiding(response, found),))
+    seen = None if exponentials.is_softmax or response.unknown else response.seen(weights)
+    hides_keys = seen is not None and not bool(seen.all())
+    if hides_keys and not softmax.masks and not scoring.masks:
+        softmax = softmax._replace(masks=(_hiding(response, weights),))
+    slope = response.slope(weights.cut, weights, logarithm=True)
     return Reading(
-        softmax,
-        scores,
-        values,
-        scoring,
-        seen=seen,
+        softmax=softmax,
+        scores=ProductPath(pair.scores, _path_before(response, masked), pair.scores.op.output),
+        values=pair.values._replace(path=_path_after(response, weights)),
+        scoring=scoring,
         factor=_factor(pair, scoring, None if slope is None else slope.number),
-        has_factors=has_factors,
-        weights_scale=_weights_scale(response, masked, found, scoring, slope),
+        seen=seen,
+        has_factors=exponentials.has_factors,
+        weights_scale=_weights_scale(response, masked, weights, scoring, slope),
     )
 
 
-def _weights_scale(response: Response, masked: int, found: Softmaxed, scoring: Scoring, slope: Slope | None) -> float:
+@dataclass(frozen=True)
+class _Exponentials:
+    """How weights are made of the scores: as exponentials, divided by their sum."""
+
+    is_softmax: bool
+    """Whether one operation makes them."""
+    has_factors: bool
+    """Whether exponentials are multiplied by numbers before the sum."""
+
+
+def _exponentials(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+) -> _Exponentials | None:
+    """Return how weights are made of the last scores; None if they are no exponentials as far as is known."""
+    op = response.cuts[weights.cut].op
+    is_softmax = op.does("softmax")
+    exponent = response.exponent(masked, weights)
+    if exponent is None:
+        scores = response.cuts[masked].tensor
+        reads_scores = is_softmax and op.inputs[0].id == scores.id
+        return _Exponentials(is_softmax, has_factors=False) if reads_scores else None
+    has_factors = response.adds_inside(masked, weights, exponent)
+    if has_factors and is_softmax:
+        return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
+    return _Exponentials(is_softmax, has_factors)
+
+
+def _softmax(response: Response, masked: int, weights: Softmaxed) -> Softmax:
+    """Return the softmax of the last scores, with the operations that mask exponentials."""
+    *beside, dim = weights.places
+    masks = _masks_of_exponentials(response, masked, weights)
+    op = response.cuts[weights.cut].op
+    return Softmax(op, response.cuts[masked].tensor, dim, masks, beside=tuple(beside))
+
+
+def _path_before(response: Response, masked: int) -> tuple[Op, ...]:
+    """Return the operations from the scores to the softmax."""
+    path: list[Op] = []
+    for cut in response.cuts[1 : masked + 1]:
+        path += cut.ops
+    return tuple(path)
+
+
+def _weights_scale(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+    scoring: Scoring,
+    slope: Slope | None,
+) -> float:
     """Return the number that the input of the softmax is multiplied by in it: the weights' slope over its own.
 
     Without a mask that input is the scores.
     """
-    if response.cuts[found.cut].op.does("softmax") or slope is None or not slope.number:
+    is_softmax = response.cuts[weights.cut].op.does("softmax")
+    if is_softmax or slope is None or not slope.number:
         return 1.0
     before = response.slope(masked, None, logarithm=False)
     if before is None or not before.number:
@@ -124,22 +168,24 @@ def _weights_scale(response: Response, masked: int, found: Softmaxed, scoring: S
     return float(f"{ratio:.6g}")
 
 
-def _hiding(response: Response, found: Softmaxed) -> Op:
+def _hiding(response: Response, weights: Softmaxed) -> Op:
     """Return the operation, of those that compute weights at once, that sets some to zero."""
-    cut = response.cuts[found.cut]
-    outside = {tensor.id for tensor in response.part.from_outside()}
+    cut = response.cuts[weights.cut]
+    outside = ids_of(response.part.from_outside())
     for op in cut.ops:
-        if op.does("runs", "fills_where") or any(tensor.id in outside and tensor.shape for tensor in op.inputs):
+        reads_outside = any(tensor.shape for tensor in op.inputs if tensor.id in outside)
+        if reads_outside or op.does("runs", "fills_where"):
             return op
     return cut.op
 
 
-def _path_after(response: Response, found: Softmaxed) -> tuple[Op, ...]:
+def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
     """Return the operations from the weights to the product with the values, without sums on the way."""
     path = []
-    for cut in response.cuts[found.cut + 1 :]:
+    for cut in response.cuts[weights.cut + 1 :]:
         for op in cut.ops:
-            if op is cut.op or op.does("picks") or op.output.shape == cut.tensor.shape:
+            is_whole = op.output.shape == cut.tensor.shape
+            if is_whole or op is cut.op or op.does("picks"):
                 path.append(op)
     return tuple(path)
 
@@ -157,11 +203,20 @@ def _factor(pair: Pair, scoring: Scoring, slope: float | None) -> float | None:
 def _has_other_scores(graph: Graph, pair: Pair, joins: Op) -> bool:
     """Return whether the scores are joined with those of another product, and not with sinks."""
     for tensor in joins.inputs:
-        makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.passes_on)]
-        products = [op.index for op in makers if op is not None and graph.product(op) is not None]
+        products = _products_behind(graph, tensor)
         if products and pair.scores.op.index not in products:
             return True
     return False
+
+
+def _products_behind(graph: Graph, tensor: TensorRef) -> set[int]:
+    """Return the indices of the products that scores are passed on from."""
+    products = set()
+    for step in graph.back(tensor, graph.passes_on):
+        op = graph.producer(step.tensor)
+        if op is not None and graph.product(op) is not None:
+            products.add(op.index)
+    return products
 
 
 def _alpha(pair: Pair) -> float:
@@ -176,40 +231,42 @@ def _weights(response: Response) -> Softmaxed | None:
     result of that: `softmax(scores) * mask / sum`.
     """
     weights: Softmaxed | None = None
-    for found in response.softmaxed:
-        if weights is None or _is_divided_again(response, weights, found):
-            weights = found
+    for softmaxed in response.softmaxed:
+        if weights is None or _is_divided_again(response, weights, softmaxed):
+            weights = softmaxed
     return weights
 
 
-def _is_divided_again(response: Response, weights: Softmaxed, found: Softmaxed) -> bool:
-    between = range(weights.cut + 1, found.cut)
+def _is_divided_again(response: Response, weights: Softmaxed, later: Softmaxed) -> bool:
+    between = range(weights.cut + 1, later.cut)
     summed = {softmaxed.cut for softmaxed in response.softmaxed}
-    if all(place in summed for place in between):
+    if summed.issuperset(between):
         return False
-    first, rows = response.rows(weights), response.rows(found)
+    first, rows = response.rows(weights), response.rows(later)
     if first is None or rows is None or not _is_same_partition(first, rows):
         return False
-    return response.exponent(_masked(response, found), found) is not None
+    return response.exponent(_masked(response, later), later) is not None
 
 
 def _is_same_partition(first: Tensor, rows: Tensor) -> bool:
     """Return whether two numberings put the same scores together."""
     pairs = torch.unique(torch.stack((first, rows)), dim=1)
-    counts = pairs.shape[1], torch.unique(first).numel(), torch.unique(rows).numel()
-    return len(set(counts)) == 1
+    count = pairs.shape[1]
+    return torch.unique(first).numel() == count == torch.unique(rows).numel()
 
 
-def _masked(response: Response, found: Softmaxed) -> int:
+def _masked(response: Response, weights: Softmaxed) -> int:
     """Return the cut that the softmax is computed of: the last before exponentials, without shifts."""
-    weights = response.cuts[found.cut]
-    if weights.op.does("softmax") and weights.op.inputs[0].id == response.cuts[found.cut - 1].tensor.id:
-        return found.cut - 1
+    op = response.cuts[weights.cut].op
+    last = weights.cut - 1
+    source = response.cuts[last].tensor
+    if op.does("softmax") and op.inputs[0].id == source.id:
+        return last
     masked = 0
     is_shifted = False
-    for place in range(1, found.cut):
-        effect = response.step(place, found).effect
-        if effect in ("bend", "mix", "times") and not response.are_logits(place, found):
+    for place in range(1, weights.cut):
+        effect = response.step(place, weights).effect
+        if effect in ("bend", "mix", "times") and not response.are_logits(place, weights):
             break
         if effect == "shift":
             is_shifted = True
@@ -220,22 +277,38 @@ def _masked(response: Response, found: Softmaxed) -> int:
     return masked
 
 
-def _masks_of_exponentials(response: Response, masked: int, found: Softmaxed) -> tuple[Op, ...]:
+def _masks_of_exponentials(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+) -> tuple[Op, ...]:
     """Return the operations that set exponentials to zero, or multiply them by numbers, before their sum."""
     masks = []
-    for place in range(masked + 1, found.cut):
-        if response.step(place, found).effect in ("times", "fill"):
+    for place in range(masked + 1, weights.cut):
+        if response.step(place, weights).effect in ("times", "fill"):
             masks.append(response.cuts[place].op)
     return tuple(masks)
 
 
-def _scoring(graph: Graph, response: Response, masked: int, found: Softmaxed, alpha: float) -> Scoring:
+def _scoring(
+    graph: Graph,
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+    alpha: float,
+) -> Scoring:
     """Return the steps from the scores to the softmax as they were measured."""
-    reader = _Steps(graph, response, found, alpha)
+    reader = _Steps(graph, response, weights, alpha)
     for place in range(1, masked + 1):
         if not reader.take(place):
             break
     return reader.scoring()
+
+
+def _computing(ops: tuple[Op, ...]) -> list[Op]:
+    """Return the operations of a step that compute numbers; all of them if none does."""
+    computing = [op for op in ops if op.kind in ("compute", "write")]
+    return computing or list(ops)
 
 
 def _only_moves(op: Op) -> bool:
@@ -248,10 +321,16 @@ def _only_moves(op: Op) -> bool:
 class _Steps:
     """Collects the steps from scores to the softmax, one cut after another."""
 
-    def __init__(self, graph: Graph, response: Response, found: Softmaxed, alpha: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        response: Response,
+        weights: Softmaxed,
+        alpha: float,
+    ) -> None:
         self._graph = graph
         self._response = response
-        self._found = found
+        self._weights = weights
         self._product = response.cuts[0].tensor
         self._scores = self._tensor = self._before_scale = self._product
         self._scale: float | None = alpha
@@ -270,36 +349,41 @@ class _Steps:
 
     def take(self, place: int) -> bool:
         """Take the step to a cut; return whether there may be further ones."""
-        cut, step = self._response.cuts[place], self._response.step(place, self._found)
-        if step.effect == "further" and self._response.is_extended(self._found.cut):
+        cut = self._response.cuts[place]
+        step = self._response.step(place, self._weights)
+        if step.effect == "further" and self._response.is_extended(self._weights.cut):
             self._sinks = cut.op
             return False
-        mixings = [mixing for op in cut.ops if (mixing := mixing_of(self._graph, op)) is not None]
-        if mixings:
-            self._leave_plain()
-            self._mixed.extend(mixings)
-            self._steps.append(("mixed", None))
-        elif any(self._graph.norm_name(op) for op in cut.ops):
-            self._bend(cut.ops)
-        elif step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
-            self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
-        elif step.effect in ("same", "scale") and step.factor is not None and self._multiplies(cut.ops):
-            self._mask(cut.ops, "times", 1.0)  # in this run by one number
-        elif step.effect == "same" or (step.effect == "mix" and all(map(_only_moves, cut.ops))):
-            if self._moves_positions(place):
-                self._bend(cut.ops)
-            else:
-                self._move(cut.tensor, cut.op)
-        elif step.effect == "scale":
-            self._multiply(self._as_written(cut.op, step.factor), cut.tensor)
-        elif step.effect in ("add", "fill", "times"):
-            self._mask(cut.ops, step.effect, step.factor)
-        elif step.effect == "shift":
-            self._shift(cut.ops, step.factor)
-        else:
-            self._bend(cut.ops)
+        self._take(place, cut, step)
         self._tensor = cut.tensor
         return True
+
+    def _take(self, place: int, cut: Cut, step: Step) -> None:
+        mixings = mixings_of(self._graph, cut.ops)
+        if mixings:
+            return self._mix(mixings)
+        if any(map(self._graph.norm_name, cut.ops)):
+            return self._bend(cut.ops)
+        if step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
+            return self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
+        is_number = step.effect in ("same", "scale") and step.factor is not None
+        if is_number and self._multiplies(cut.ops):
+            return self._mask(cut.ops, "times", 1.0)  # in this run by one number
+        only_moves = step.effect == "mix" and all(map(_only_moves, cut.ops))
+        if step.effect == "same" or only_moves:
+            return self._move(place, cut)
+        if step.effect == "scale":
+            return self._multiply(self._as_written(cut.op, step.factor), cut.tensor)
+        if step.effect in ("add", "fill", "times"):
+            return self._mask(cut.ops, step.effect, step.factor)
+        if step.effect == "shift":
+            return self._shift(cut.ops, step.factor)
+        return self._bend(cut.ops)
+
+    def _mix(self, mixings: list[Mixing]) -> None:
+        self._leave_plain()
+        self._mixed.extend(mixings)
+        self._steps.append(("mixed", None))
 
     def _moves_positions(self, place: int) -> bool:
         """Return whether a step moves scores to other queries or keys, and they are not moved back before the end."""
@@ -313,43 +397,52 @@ class _Steps:
         op = self._with_operand(ops)
         if not op.does("scales") or len(op.inputs) != 2:
             return False
-        return any(size > 1 for size in min(op.inputs, key=lambda read: read.numel).shape[-2:])
+        factor = min(op.inputs, key=lambda read: read.numel)
+        return any(size > 1 for size in factor.shape[-2:])
 
     def _moved(self, ops: tuple[Op, ...]) -> TensorRef:
         """Return the scores after the operations at the beginning of a step that only move them."""
-        moved, made = self._scores, {self._tensor.id}
+        moved = self._scores
+        derived = {self._tensor.id}
         for op in ops[:-1]:
-            if not any(tensor.id in made for tensor in op.inputs):
+            if not any_in(op.inputs, derived):
                 continue
             if not _only_moves(op):
                 break
-            results = self._graph.results(op)
-            made.update(tensor.id for tensor in results)
-            whole = [tensor for tensor in results if tensor.numel == ops[-1].output.numel]
-            moved = whole[-1] if whole else moved
+            for tensor in self._graph.results(op):
+                derived.add(tensor.id)
+                if tensor.numel == ops[-1].output.numel:
+                    moved = tensor
         return moved
 
     def _with_operand(self, ops: tuple[Op, ...]) -> Op:
         """Return the last operation that reads something beside the scores; the last of all if none does."""
-        made = {self._tensor.id, *(output.id for op in ops for output in op.outputs)}
+        derived = {self._tensor.id}
+        for op in ops:
+            derived.update(ids_of(op.outputs))
         for op in reversed(ops):
-            if op.kind == "compute" and any(tensor.id not in made and tensor.shape for tensor in op.inputs):
+            if op.kind != "compute":
+                continue
+            if any(tensor.shape for tensor in op.inputs if tensor.id not in derived):
                 return op
         return ops[-1]
 
     def _reads_others(self, op: Op) -> bool:
         """Return whether an operation reads a tensor that is not made of the scores themselves."""
-        part = self._response.part
-        return any(tensor.shape and tensor.id not in {*part.made, self._product.id} for tensor in op.inputs)
+        results = self._response.part.results
+        for tensor in op.inputs:
+            is_scores = tensor.id in results or tensor.id == self._product.id
+            if tensor.shape and not is_scores:
+                return True
+        return False
 
     def _shift(self, ops: tuple[Op, ...], factor: float | None) -> None:
         """Take a number that is added for each softmax: it changes no weight, and is shown unless it guards exp()."""
         if factor is not None and not isclose(factor, 1, rel_tol=1e-9):
-            self._late_scales.append(factor)
-            self._steps.append(("scale", factor))
+            self._scale_late(factor)
         if any(is_shift(self._graph.recording, op) for op in ops):
             return
-        statistics = [statistic for op in ops if (statistic := statistic_step(self._graph, op, self._product))]
+        statistics = self._statistics(ops)
         op = self._with_operand(ops)
         if statistics:
             self._leave_plain()
@@ -359,9 +452,21 @@ class _Steps:
             self._shifts.append(op)
             self._steps.append(("add", None))
 
-    def _move(self, tensor: TensorRef, op: Op) -> None:
-        if self._is_plain and op.base_name != "_to_copy":
-            self._scores = tensor
+    def _statistics(self, ops: tuple[Op, ...]) -> list[str]:
+        """Return how operations combine the scores with statistics of them: `- mean`, `/ std`."""
+        steps = [statistic_step(self._graph, op, self._product) for op in ops]
+        return [step for step in steps if step]
+
+    def _scale_late(self, factor: float | None) -> None:
+        """Take a multiplication after the stage of the scores."""
+        self._late_scales.append(factor)
+        self._steps.append(("scale", factor))
+
+    def _move(self, place: int, cut: Cut) -> None:
+        if self._moves_positions(place):
+            self._bend(cut.ops)
+        elif self._is_plain and cut.op.base_name != "_to_copy":
+            self._scores = cut.tensor
 
     def _as_written(self, op: Op, factor: float | None) -> float | None:
         """Return a measured factor with all digits of the number in the operation, where it is that number."""
@@ -372,69 +477,94 @@ class _Steps:
 
     def _multiply(self, factor: float | None, tensor: TensorRef) -> None:
         # Scores are the product before its sign changes.
-        if self._is_plain and (factor is None or factor > 0):
-            self._before_scale, self._last_scale = self._tensor, factor
-            self._scale, self._scores = multiply((self._scale, factor)), tensor
-            return
-        self._late_scales.append(factor)
-        self._steps.append(("scale", factor))
+        if not self._is_plain or (factor is not None and factor <= 0):
+            return self._scale_late(factor)
+        self._before_scale, self._last_scale = self._tensor, factor
+        self._scale = multiply((self._scale, factor))
+        self._scores = tensor
+        return None
 
     def _mask(self, ops: tuple[Op, ...], effect: str, factor: float | None) -> None:
         op = self._with_operand(ops)
         if self._is_plain:
             self._scores = self._moved(ops)
-        if factor is None or not isclose(factor, 1, rel_tol=1e-6):
-            self._late_scales.append(factor if effect != "times" else 1.0)
-            if effect != "times":
-                self._steps.append(("scale", factor))
+        is_scaled = factor is None or not isclose(factor, 1, rel_tol=1e-6)
+        if effect == "times":
+            self._masks.append(op)
+            self._steps.append(("times", None))
+            return
+        if is_scaled:
+            self._scale_late(factor)
         self._masks.append(op)
         is_filled = effect == "fill" and op.does("fills")
-        self._steps.append(("times" if effect == "times" else "fill" if is_filled else "add", None))
+        self._steps.append(("fill" if is_filled else "add", None))
 
     def _bend(self, ops: tuple[Op, ...]) -> None:
-        computing = [op for op in ops if op.kind in ("compute", "write")] or list(ops)
-        name = computing[-1].base_name.rstrip("_")
-        statistics = [statistic for op in ops if (statistic := statistic_step(self._graph, op, self._product))]
-        norm = next(filter(None, map(self._graph.norm_name, ops)), "")
-        is_normed = any(is_shift(self._graph.recording, op) for op in ops)  # along another axis than the softmax
-        adds_mask_to = adds_mask(computing[-1]) and any(map(self._reads_others, ops))
-        if not statistics and not norm and not is_normed and adds_mask_to:
+        """Take a function of the scores: a norm, a combination with statistics of them, or a nonlinear function."""
+        computing = _computing(ops)
+        norms = list(filter(None, map(self._graph.norm_name, ops)))
+        statistics = self._statistics(ops)
+        # A maximum is subtracted along another axis than that of the softmax.
+        is_normed = any(is_shift(self._graph.recording, op) for op in ops)
+        adds_other = adds_mask(computing[-1]) and any(map(self._reads_others, ops))
+        name = plain_name(computing[-1])
+        if norms or statistics:
+            is_scaled = bool(norms) or any(op.does("scales") for op in computing)
+            self._combine(name, norms[:1] or statistics, is_scaled=is_scaled)
+        elif adds_other and not is_normed:
             self._mask(ops, "add", 1.0)
-            return
-        if name == "tanh" and self._is_plain and self._last_scale and self._scale is not None:
-            self._scale, self._scores = self._scale / self._last_scale, self._before_scale
-            self._late_scales.append(self._last_scale)
-            self._steps.append(("scale", self._last_scale))
-        elif statistics or norm:
-            self._leave_plain()
-            if norm or any(op.does("scales") for op in computing):
-                self._late_scales.append(None)
-        if statistics and not norm:
-            self._steps.extend((statistic, None) for statistic in statistics)
         else:
-            # What is added is made of the scores too, e.g. their own transpose.
-            if name in ("add", "sub"):
-                name = "made"
+            self._bend_alone(name, is_normed=is_normed)
+
+    def _combine(self, name: str, steps: list[str], *, is_scaled: bool) -> None:
+        """Take a norm of the scores, or statistics that they are combined with."""
+        if name == "tanh" and self._may_be_capped:
+            self._leave_cap()
+        else:
+            self._leave_plain()
+            if is_scaled:
                 self._late_scales.append(None)
-            self._steps.append((norm or ("log_softmax" if is_normed else name), None))
+        self._steps.extend((step, None) for step in steps)
+
+    def _bend_alone(self, name: str, *, is_normed: bool) -> None:
+        """Take a function of the scores alone."""
+        if name == "tanh" and self._may_be_capped:
+            self._leave_cap()
+        if name in ("add", "sub"):
+            # What is added is made of the scores too, e.g. their own transpose.
+            name = "made"
+            self._late_scales.append(None)
+        self._steps.append(("log_softmax" if is_normed else name, None))
+
+    @property
+    def _may_be_capped(self) -> bool:
+        """Whether the last scale may be the first half of a soft cap."""
+        return self._is_plain and bool(self._last_scale) and self._scale is not None
+
+    def _leave_cap(self) -> None:
+        """Take the scale just before a tanh out of the scores: it belongs to the soft cap."""
+        if self._last_scale and self._scale is not None:
+            self._scale /= self._last_scale
+            self._scores = self._before_scale
+            self._scale_late(self._last_scale)
 
     def _leave_plain(self) -> None:
         """Leave the scores as they were before a permutation for what comes next."""
-        if self._is_plain:
-            plain = self._graph.before_moves(self._scores)
-            maker = self._graph.recording.producer(self._product)
-            is_product = plain.id == self._product.id and maker is not None
-            self._scores = self._graph.after_call(maker) if is_product and maker is not None else plain
+        if not self._is_plain:
+            return
+        self._scores = self._graph.before_moves(self._scores)
+        maker = self._graph.producer(self._product)
+        if self._scores.id == self._product.id and maker is not None:
+            self._scores = self._graph.after_call(maker)
 
     def scoring(self) -> Scoring:
         """Return what was taken."""
-        masked = self._scores if self._sinks is not None and self._is_plain else self._tensor
-        late = multiply(self._late_scales)
+        is_before_sinks = self._sinks is not None and self._is_plain
         return Scoring(
             scores=self._scores,
-            masked=masked,
+            masked=self._scores if is_before_sinks else self._tensor,
             scale=self._scale,
-            late_scale=late,
+            late_scale=multiply(self._late_scales),
             masks=self._masks,
             mixed=self._mixed,
             steps=self._steps,

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph, made_of
-from .rerun import Constants
+from .ids import any_in, ids_of
+from .rerun import Constants, as_argument, call_again, has_layout_of, memory_of, reshaped_again, with_ids
 
 _MOST = 1 << 23
 """Numbers of all results of a part; a part with more is not run again."""
@@ -50,12 +50,12 @@ class Region:
     target: TensorRef
     ops: tuple[Op, ...]
 
-    made: frozenset[int]
+    results: frozenset[int]
     """The ids of the tensors that the operations make, or that view memory that these wrote."""
 
     def from_outside(self) -> list[TensorRef]:
         """Return the tensors that the operations read and neither make nor have as a source."""
-        inside = {*self.made, *(source.id for source in self.sources)}
+        inside = {*self.results, *ids_of(self.sources)}
         tensors: dict[int, TensorRef] = {}
         for op in self.ops:
             for tensor in op.inputs:
@@ -71,18 +71,24 @@ def region(graph: Graph, sources: tuple[TensorRef, ...], target: TensorRef) -> R
     """
     recording = graph.recording
     last = recording.producers.get(target.id, -1)
-    first = min(recording.producers.get(source.id, -1) for source in sources) + 1
+    places = [recording.producers.get(source.id, -1) for source in sources]
+    first = min(places) + 1
     span = recording.ops[first : last + 1]
-    reached = made_of({source.id for source in sources}, span)
+    reached = made_of(ids_of(sources), span)
     needed = {target.id}
     ops: list[Op] = []
+    results: set[int] = set()
     for op in reversed(span):
-        results = graph.results(op)
-        if any(tensor.id in needed for tensor in results) and any(tensor.id in reached for tensor in op.inputs):
-            ops.append(op)
-            needed.update(tensor.id for tensor in op.inputs)
-    made = frozenset(tensor.id for op in ops for tensor in graph.results(op))
-    return Region(sources, target, tuple(reversed(ops)), made)
+        output_ids = ids_of(graph.results(op))
+        if output_ids.isdisjoint(needed):
+            continue
+        input_ids = ids_of(op.inputs)
+        if input_ids.isdisjoint(reached):
+            continue
+        ops.append(op)
+        results |= output_ids
+        needed |= input_ids
+    return Region(sources, target, tuple(reversed(ops)), frozenset(results))
 
 
 class Replay:
@@ -90,20 +96,17 @@ class Replay:
 
     def __init__(self, graph: Graph, part: Region, constants: Constants) -> None:
         """Raise `NotReplayedError` if the region is too large, draws random numbers, or needs an unknown index."""
+        _require_runnable(part)
         self._graph = graph
         self._part = part
-        size = sum(output.numel for op in part.ops for output in op.outputs)
-        if not part.ops or size > _MOST:
-            raise NotReplayedError("nothing to run" if not part.ops else "too large")
-        if any(op.does("draws") and op.base_name not in (*_DROPOUTS, *_COINS) for op in part.ops):
-            raise NotReplayedError("it draws random numbers")
-        self._known: dict[int, Tensor] = {}
+        self._constants: dict[int, Tensor] = {}
+        """The real content of tensors from outside, by id."""
         self.unknown: list[TensorRef] = []
         """The tensors from outside that other numbers stand in for."""
         for tensor in part.from_outside():
             value = constants.value(tensor)
             if value is not None:
-                self._known[tensor.id] = as_double(value)
+                self._constants[tensor.id] = as_double(value)
             elif tensor.dtype.startswith(("int", "uint")):
                 raise NotReplayedError("an index is unknown")
             else:
@@ -117,14 +120,15 @@ class Replay:
         """Lay tensors from outside out in memory of the recorded size, where a region writes into it."""
         memories: dict[int, Tensor] = {}
         for tensor in sorted(self._part.from_outside(), key=lambda outside: outside.id):
-            value = self._known.get(tensor.id)
+            value = self._constants.get(tensor.id)
             if tensor.storage not in self._sizes or value is None:
                 continue
-            memory = memories.get(tensor.storage)
-            if memory is None:
-                memory = memories[tensor.storage] = torch.zeros(self._sizes[tensor.storage], dtype=value.dtype)
+            if tensor.storage not in memories:
+                size = self._sizes[tensor.storage]
+                memories[tensor.storage] = torch.zeros(size, dtype=value.dtype)
+            memory = memories[tensor.storage]
             place = memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
-            self._known[tensor.id] = place.copy_(value)
+            self._constants[tensor.id] = place.copy_(value)
 
     def run(self, given: Mapping[int, Tensor], draw: int = 0) -> dict[int, Tensor]:
         """Return the content of each tensor of the region by its id.
@@ -134,10 +138,17 @@ class Replay:
             draw: the number of the draw of the stand-ins. Equal numbers give equal stand-ins.
         """
         generator = torch.Generator().manual_seed(1000 + draw)
-        content = self._known | {tensor.id: drawn(tensor, generator) for tensor in self.unknown} | dict(given)
+        content = dict(self._constants)
+        for tensor in self.unknown:
+            content[tensor.id] = drawn(tensor, generator)
+        content.update(given)
         return self._through(self._part.ops, content)
 
-    def _through(self, ops: Sequence[Op], content: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _through(
+        self,
+        ops: Sequence[Op],
+        content: dict[int, Tensor],
+    ) -> dict[int, Tensor]:
         """Run operations, and return the content with that of the tensors that they make."""
         try:
             with torch.no_grad():
@@ -150,26 +161,49 @@ class Replay:
             raise NotReplayedError(f"{type(error).__name__}: {error}") from None
         return content
 
-    def run_again(self, content: Mapping[int, Tensor], changed: TensorRef, numbers: Tensor) -> dict[int, Tensor]:
+    def run_again(
+        self,
+        content: Mapping[int, Tensor],
+        changed: TensorRef,
+        numbers: Tensor,
+    ) -> dict[int, Tensor]:
         """Return the content of each tensor where one source has other numbers: only what depends on it is run."""
         if changed.id not in self._after:
-            reached = made_of({changed.id}, self._part.ops)
-            self._after[changed.id] = tuple(
-                op for op in self._part.ops if any(tensor.id in reached for tensor in op.inputs)
-            )
+            self._after[changed.id] = self._ops_after(changed)
         return self._through(self._after[changed.id], {**content, changed.id: numbers})
+
+    def _ops_after(self, source: TensorRef) -> tuple[Op, ...]:
+        """Return the operations of the region that depend on a source."""
+        reached = made_of({source.id}, self._part.ops)
+        return tuple(op for op in self._part.ops if any_in(op.inputs, reached))
 
     def _in_own_memory(self, op: Op, results: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return results laid out as they were recorded, if their memory is written into later."""
         read = {tensor.storage for tensor in op.inputs}
-        laid: dict[int, Tensor] = {}
+        laid = dict(results)
         for output in op.outputs:
-            result = results.get(output.id)
-            if result is None or output.storage not in self._sizes or output.storage in read:
+            storage = output.storage
+            if output.id not in results or storage not in self._sizes or storage in read:
                 continue
-            memory = torch.zeros(self._sizes[output.storage], dtype=result.dtype)
-            laid[output.id] = memory.as_strided(output.shape, output.stride, output.offset).copy_(result)
-        return results | laid
+            result = results[output.id]
+            memory = torch.zeros(self._sizes[storage], dtype=result.dtype)
+            place = memory.as_strided(output.shape, output.stride, output.offset)
+            laid[output.id] = place.copy_(result)
+        return laid
+
+
+def _require_runnable(part: Region) -> None:
+    """Raise `NotReplayedError` if a region is empty, too large, or draws random numbers."""
+    if not part.ops:
+        raise NotReplayedError("nothing to run")
+    size = 0
+    for op in part.ops:
+        size += sum(output.numel for output in op.outputs)
+    if size > _MOST:
+        raise NotReplayedError("too large")
+    for op in part.ops:
+        if op.does("draws") and op.base_name not in (*_DROPOUTS, *_COINS):
+            raise NotReplayedError("it draws random numbers")
 
 
 def _sizes_of_written(part: Region) -> dict[int, int]:
@@ -179,10 +213,16 @@ def _sizes_of_written(part: Region) -> dict[int, int]:
     for op in part.ops:
         for tensor in (*op.inputs, *op.outputs):
             if tensor.storage in written and tensor.numel:
-                ends = zip(tensor.shape, tensor.stride, strict=True)
-                end = tensor.offset + 1 + sum((size - 1) * step for size, step in ends)
-                sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), end)
+                sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), _end(tensor))
     return sizes
+
+
+def _end(tensor: TensorRef) -> int:
+    """Return the position in memory after the last element of a tensor."""
+    last = tensor.offset
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        last += (size - 1) * step
+    return last + 1
 
 
 def drawn(tensor: TensorRef, generator: torch.Generator, size: float = 1.0) -> Tensor:
@@ -191,15 +231,16 @@ def drawn(tensor: TensorRef, generator: torch.Generator, size: float = 1.0) -> T
         return torch.rand(tensor.shape, generator=generator) < 0.7
     numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size
     if tensor.dtype.startswith("complex"):
-        numbers = torch.complex(numbers, torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size)
+        imaginary = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size
+        numbers = torch.complex(numbers, imaginary)
     return in_layout(numbers, tensor)
 
 
 def in_layout(numbers: Tensor, tensor: TensorRef) -> Tensor:
     """Return these numbers with the strides of a recorded tensor, where each element has memory of its own."""
-    steps = [step for step, length in zip(tensor.stride, tensor.shape, strict=True) if length > 1]
-    if 0 in steps:
-        return numbers
+    for step, length in zip(tensor.stride, tensor.shape, strict=True):
+        if length > 1 and step == 0:
+            return numbers
     laid = torch.empty_strided(tensor.shape, tensor.stride, dtype=numbers.dtype)
     return laid.copy_(numbers)
 
@@ -212,67 +253,83 @@ def as_double(value: Tensor) -> Tensor:
     return plain.double() if plain.is_floating_point() else plain
 
 
-def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[int, Tensor]:
+def _run_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[int], Tensor],
+) -> dict[int, Tensor]:
     """Run an operation in double precision. Return its outputs, and what views the memory that it wrote, by id."""
 
     def of(tensor: TensorRef) -> Tensor:
         return content(tensor.id)
 
-    if op.kind != "write":
-        results = results_of(op, of)
-        return {output.id: result for output, result in zip(op.outputs, results, strict=False)}
-    written, before = op.inputs[0], of(op.inputs[0])
+    if op.kind == "write":
+        return _write_again(graph, op, of)
+    return with_ids(op.outputs, results_of(op, of))
+
+
+def _write_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[TensorRef], Tensor],
+) -> dict[int, Tensor]:
+    """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content."""
+    written = op.inputs[0]
+    before = content(written)
     if op.output.storage != written.storage:
         raise ValueError("it writes into other memory than that of its first operand")
     views = graph.results(op)
-    alone = all(tensor.shape == written.shape and tensor.stride == written.stride for tensor in views)
-    if alone and all(tensor.offset == written.offset for tensor in views):
-        changed = before.clone()
-        results_of(op, lambda tensor: changed if tensor.id == written.id else of(tensor))
-        return {tensor.id: changed for tensor in views}
-    if (before.storage_offset(), before.stride()) != (written.offset, written.stride):
+    is_view_alone = all(_is_same_view(tensor, written) for tensor in views)
+    if not is_view_alone and not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
-    # A copy is written, so that what was read before keeps its content.
-    memory = before.as_strided((before.untyped_storage().nbytes() // before.element_size(),), (1,), 0).clone()
+    memory = before if is_view_alone else memory_of(before)
+    changed = memory.clone()
 
     def at(tensor: TensorRef) -> Tensor:
-        return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
+        if is_view_alone:
+            return changed
+        return changed.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
-    results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else of(tensor))
+    results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else content(tensor))
     return {tensor.id: at(tensor) for tensor in views}
+
+
+def _is_same_view(tensor: TensorRef, like: TensorRef) -> bool:
+    """Return whether two tensors have the same place in a memory."""
+    if tensor.shape != like.shape or tensor.offset != like.offset:
+        return False
+    return tensor.stride == like.stride
 
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     """Run an operation in double precision and return its outputs. Raise `ValueError` if their shapes differ."""
-    if op.is_collective:
-        raise ValueError("the other ranks would have to run it too")
-    if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
-        return [content(op.inputs[0]).reshape(op.output.shape)]
     if op.base_name in _DROPOUTS:
         source = content(op.inputs[0])
         return [source, torch.ones_like(source, dtype=torch.bool)]
     if op.base_name in _COINS:
-        kept = float(op.args[1]) if len(op.args) > 1 else 0.5
-        return [content(op.inputs[0]).fill_(kept)]
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return content(value)
-        if isinstance(value, tuple):
-            return [argument(item) for item in value]
-        if isinstance(value, str) and value.startswith("torch."):
-            return torch.float64 if value in _FLOATS else getattr(torch, value.removeprefix("torch."))
-        return value
-
-    namespace, name, overload = op.name.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    # The steps of an opened kernel are recorded on meta.
-    named = {key: "cpu" if key == "device" else argument(value) for key, value in op.kwargs.items()}
-    values = [argument(value) for value in op.args]
+        share = float(op.args[1]) if len(op.args) > 1 else 0.5
+        return [content(op.inputs[0]).fill_(share)]
+    reshaped = reshaped_again(op, content)
+    if reshaped is not None:
+        return [reshaped]
+    args = [_in_double(value, content) for value in op.args]
     place = _BY_DTYPE.get(op.base_name)
-    if place is not None and place < len(values):
-        values[place] = None if op.base_name == "_safe_softmax" else False
-    results = [tensor for _, tensor in tensors_in(function(*values, **named))]
-    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
-        raise ValueError("the results have other shapes")
-    return [result.double() if result.is_floating_point() else result for result in results]
+    if place is not None and place < len(args):
+        args[place] = None if op.base_name == "_safe_softmax" else False
+    kwargs = {}
+    for name, value in op.kwargs.items():
+        # The steps of an opened kernel are recorded on meta.
+        kwargs[name] = "cpu" if name == "device" else _in_double(value, content)
+    results = []
+    for result in call_again(op, args, kwargs):
+        results.append(result.double() if result.is_floating_point() else result)
+    return results
+
+
+def _in_double(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
+    """Return a recorded argument as torch takes it: the content of a tensor, and float64 for any float."""
+    if isinstance(value, tuple):
+        return [_in_double(item, content) for item in value]
+    if isinstance(value, str) and value in _FLOATS:
+        return torch.float64
+    return as_argument(value, content)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
+from .ids import any_in, in_order
 from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
@@ -24,69 +26,135 @@ _FILLED = frozenset(
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     """Run an operation again and return its outputs. Raise `ValueError` if their shapes differ, or for a collective."""
+    reshaped = reshaped_again(op, content)
+    if reshaped is not None:
+        return [reshaped]
+    args = [as_argument(value, content) for value in op.args]
+    kwargs = {}
+    for name, value in op.kwargs.items():
+        # The steps of an opened kernel are recorded on meta.
+        kwargs[name] = "cpu" if value == "meta" else as_argument(value, content)
+    return call_again(op, args, kwargs)
+
+
+def reshaped_again(op: Op, content: Callable[[TensorRef], Tensor]) -> Tensor | None:
+    """Return the result of an operation that only reshapes its input; None for other operations.
+
+    The changed tensor may have another memory layout than the recorded one. Raise `ValueError` for a collective.
+    """
     if op.is_collective:
         raise ValueError("the other ranks would have to run it too")
     if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
-        # The changed tensor may have another memory layout than the recorded one.
-        return [content(op.inputs[0]).reshape(op.output.shape)]
+        return content(op.inputs[0]).reshape(op.output.shape)
+    return None
 
-    def argument(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return content(value)
-        if isinstance(value, tuple):
-            return [argument(item) for item in value]
-        is_dtype = isinstance(value, str) and value.startswith("torch.")
-        return getattr(torch, value.removeprefix("torch.")) if is_dtype else value
 
-    namespace, name, overload = op.name.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    # The steps of an opened kernel are recorded on meta.
-    named = {key: "cpu" if value == "meta" else argument(value) for key, value in op.kwargs.items()}
-    results = [tensor for _, tensor in tensors_in(function(*map(argument, op.args), **named))]
-    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
+def as_argument(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
+    """Return a recorded argument as torch takes it: the content of a tensor, a list for a tuple, and dtypes."""
+    if isinstance(value, TensorRef):
+        return content(value)
+    if isinstance(value, tuple):
+        return [as_argument(item, content) for item in value]
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
+
+
+def call_again(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Call an operation with other arguments, and return its outputs. Raise `ValueError` if their shapes differ."""
+    function = attrgetter(op.name)(torch.ops)
+    results = []
+    for _, tensor in tensors_in(function(*args, **kwargs)):
+        results.append(tensor)
+    shapes = [tuple(tensor.shape) for tensor in results]
+    if shapes != [tensor.shape for tensor in op.outputs]:
         raise ValueError("the results have other shapes")
     return results
 
 
-def run_again(graph: Graph, op: Op, content: Callable[[TensorRef], Tensor]) -> dict[int, Tensor]:
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return all of the memory that a tensor views, as a row of elements."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((count,), (1,), 0)
+
+
+def run_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[TensorRef], Tensor],
+) -> dict[int, Tensor]:
     """Run an operation again. Return its outputs, and what reads the memory that it wrote, by their ids."""
     if op.kind != "write":
-        return {output.id: result for output, result in zip(op.outputs, results_of(op, content), strict=False)}
-    written, before = op.inputs[0], content(op.inputs[0])
-    layout = before.storage_offset(), before.stride()
-    if layout != (written.offset, written.stride) or op.output.storage != written.storage:
+        results = results_of(op, content)
+        return with_ids(op.outputs, results)
+    written = op.inputs[0]
+    before = content(written)
+    if op.output.storage != written.storage or not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
-    # A copy is written, so that what was read before keeps its content.
-    memory = before.as_strided((before.untyped_storage().nbytes() // before.element_size(),), (1,), 0).clone()
+    return write_again(op, before, content, graph.results(op))
+
+
+def with_ids(tensors: Iterable[TensorRef], contents: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return the content of tensors by their ids."""
+    return {tensor.id: content for tensor, content in zip(tensors, contents, strict=False)}
+
+
+def has_layout_of(tensor: Tensor, recorded: TensorRef) -> bool:
+    """Return whether a tensor is where a recorded one was in its memory."""
+    return tensor.storage_offset() == recorded.offset and tensor.stride() == recorded.stride
+
+
+def write_again(
+    op: Op,
+    before: Tensor,
+    content: Callable[[TensorRef], Tensor],
+    views: Iterable[TensorRef],
+) -> dict[int, Tensor]:
+    """Run an operation that writes into a tensor, `before`; return the views of the memory afterwards, by id.
+
+    A copy is written, so that what was read before keeps its content.
+    """
+    written = op.inputs[0]
+    memory = memory_of(before).clone()
 
     def at(tensor: TensorRef) -> Tensor:
         return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
     results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else content(tensor))
-    return {tensor.id: at(tensor) for tensor in graph.results(op)}
+    return {tensor.id: at(tensor) for tensor in views}
 
 
 def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
     """Return the operations on the paths from sources to a tensor, in order."""
     # What was made before the first of them is on no path.
-    start = min((recording.producers.get(number, -1) for number in sources), default=-1)
+    places = [recording.producers.get(number, -1) for number in sources]
+    start = min(places, default=-1)
     ordered = _behind(recording, sources, target, start)
     reached = made_of(sources, ordered)
-    ordered = [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)]
-    return ordered if ordered and ordered[-1] is recording.producer(target) else []
+    on_paths = [op for op in ordered if any_in(op.inputs, reached)]
+    if not on_paths or on_paths[-1] is not recording.producer(target):
+        return []
+    return on_paths
 
 
-def _behind(recording: Recording, known: Container[int], target: TensorRef, start: int = -1) -> list[Op]:
-    """Return the operations after `start` that a tensor is computed by from known tensors, in order."""
+def _behind(
+    recording: Recording,
+    ends: Container[int],
+    target: TensorRef,
+    start: int = -1,
+) -> list[Op]:
+    """Return the operations after `start` that a tensor is computed by from the tensors `ends`, in order."""
     needed: dict[int, Op] = {}
     queue = [target]
     while queue:
         tensor = queue.pop()
+        if tensor.id in ends:
+            continue
         op = recording.producer(tensor)
-        if tensor.id not in known and op is not None and op.index > start and op.index not in needed:
+        if op is not None and op.index > start and op.index not in needed:
             needed[op.index] = op
             queue += op.inputs
-    return [needed[index] for index in sorted(needed)]
+    return in_order(needed)
 
 
 def _blank(tensor: TensorRef) -> Tensor:
@@ -97,7 +165,13 @@ def _blank(tensor: TensorRef) -> Tensor:
 class Constants:
     """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
 
-    def __init__(self, graph: Graph, leaves: Mapping[int, Tensor], *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        leaves: Mapping[int, Tensor],
+        *,
+        kept: bool = True,
+    ) -> None:
         """Take the tensors of inputs, parameters and buffers by id; with `kept`, use what the recording kept too."""
         recording = graph.recording
         self._recording = recording
@@ -109,12 +183,22 @@ class Constants:
         self.graph = graph
 
     @cached_property
-    def _unknown(self) -> tuple[set[int], set[int]]:
-        """Ids of tensors that depend on a projection, and numbers of storages that are written in place."""
+    def _activations(self) -> set[int]:
+        """Ids of tensors that depend on a projection."""
         ops = self._recording.ops
-        projected = (op.output.id for op in ops if self.graph.is_projection(op))
-        reading = [op for op in ops if op.base_name not in _FILLED]
-        return made_of(projected, reading), {op.output.storage for op in ops if op.kind == "write"}
+        projected: set[int] = set()
+        reading: list[Op] = []
+        for op in ops:
+            if self.graph.is_projection(op):
+                projected.add(op.output.id)
+            if op.base_name not in _FILLED:
+                reading.append(op)
+        return made_of(projected, reading)
+
+    @cached_property
+    def _written(self) -> set[int]:
+        """Numbers of storages that are written in place."""
+        return {op.output.storage for op in self._recording.ops if op.kind == "write"}
 
     def value(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a tensor; None if it depends on a projection, or cannot be computed again."""
@@ -127,48 +211,67 @@ class Constants:
     def numbers(self, tensor: TensorRef) -> list[int]:
         """Return the integers in a tensor; empty if they are unknown."""
         value = self.value(tensor)
-        known = value is not None and not value.is_floating_point() and not value.is_complex()
-        return [int(number) for number in value.flatten().tolist()] if known and value is not None else []
+        if value is None or value.is_floating_point() or value.is_complex():
+            return []
+        return [int(number) for number in value.flatten().tolist()]
 
     def _compute(self, tensor: TensorRef) -> Tensor | None:
-        kept: Tensor | None = self._kept.get(tensor.id)
-        if kept is not None:
+        if tensor.id in self._kept:
             self._read[tensor.id] = tensor
+            kept: Tensor = self._kept[tensor.id]
             return kept.detach()
-        activations, written = self._unknown
-        op = self._recording.producer(tensor)
-        if tensor.id in activations or (op is None and tensor.storage in written):
+        if tensor.id in self._activations:
             return None
-        if op is None:
-            number = self._recording.scalars.get(tensor.id)
-            self._read[tensor.id] = tensor
-            return self._leaves.get(tensor.id) if number is None else torch.tensor(number)
-        if tensor.storage in written:  # maybe a long chain of writes
-            for earlier in _behind(self._recording, {*self._values} - {tensor.id} | activations, tensor)[:-1]:
-                self.value(earlier.output)
+        op = self._recording.producer(tensor)
+        return self._leaf(tensor) if op is None else self._result(op, tensor)
+
+    def _leaf(self, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a tensor that no operation made; None if it is unknown, or is written in place later."""
+        if tensor.storage in self._written:
+            return None
+        self._read[tensor.id] = tensor
+        number = self._recording.scalars.get(tensor.id)
+        return self._leaves.get(tensor.id) if number is None else torch.tensor(number)
+
+    def _result(self, op: Op, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a result of an operation, by running it again; None if that is not possible."""
+        if tensor.storage in self._written:
+            self._compute_before(tensor)
         is_filled = op.base_name in _FILLED
-        unknown = not is_filled and any(self.value(read) is None for read in op.inputs)
-        if unknown or op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
+        if not is_filled and any(self.value(read) is None for read in op.inputs):
+            return None
+        if op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
             return None
         try:
+            content = _blank if is_filled else self._computed
             with torch.no_grad():
-                self._values.update(run_again(self.graph, op, _blank if is_filled else self._known))
+                self._values.update(run_again(self.graph, op, content))
         except Exception:  # an operation may raise anything when called directly
             return None
         return self._values[tensor.id]
 
+    def _compute_before(self, tensor: TensorRef) -> None:
+        """Compute what leads to a tensor in written memory, in the order of the run: writes may be a long chain."""
+        ends = {*self._values} - {tensor.id} | self._activations
+        for op in _behind(self._recording, ends, tensor)[:-1]:
+            self.value(op.output)
+
     def are_alike(self, translation: Translation) -> bool:
         """Return whether everything that was read so far has the same content where a translation leads."""
-        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in self._read.values())
+        tensors = self._read.values()
+        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in tensors)
 
     def _has_content_of(self, tensor: TensorRef, like: TensorRef) -> bool:
         if tensor.id == like.id:
             return True
-        values = self._recording.values
-        pairs = ((known.get(tensor.id), known.get(like.id)) for known in (values, self._leaves))
-        return all(left is right or same_content(left, right) for left, right in pairs)
+        for contents in (self._recording.values, self._leaves):
+            left = contents.get(tensor.id)
+            right = contents.get(like.id)
+            if left is not right and not same_content(left, right):
+                return False
+        return True
 
-    def _known(self, tensor: TensorRef) -> Tensor:
+    def _computed(self, tensor: TensorRef) -> Tensor:
         value = self.value(tensor)
         assert value is not None
         return value

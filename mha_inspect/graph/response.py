@@ -13,7 +13,7 @@ is a step, and measured: it multiplies by a number, adds what the scores have no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .axis import wide
 from .dataflow import Graph
+from .ids import any_in, ids_of
 from .replay import NotReplayedError, Region, Replay, drawn, region, results_of
 from .rerun import Constants
 
@@ -63,6 +64,14 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Slope:
+    """By what scores are multiplied."""
+
+    number: float | None
+    """None if it differs by head, or with numbers that are unknown."""
+
+
+@dataclass(frozen=True)
 class Step:
     """What happens from one cut to the next."""
 
@@ -80,11 +89,62 @@ class Softmaxed:
     """The dimensions of the sum, the innermost last."""
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """Two answers of one cut to drawn scores, in the order of the scores."""
+
+    first: Tensor
+    second: Tensor
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """Both answers."""
+        return self.first, self.second
+
+    @property
+    def difference(self) -> Tensor:
+        """What changed from the first answer to the second."""
+        return self.second - self.first
+
+    def of(self, seen: Tensor) -> _Answers:
+        """Return the answers for some of the scores."""
+        return _Answers(self.first[seen], self.second[seen])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The softmax that each score has a part in, a cut, and the weights, all in the order of the scores."""
+
+    rows: Tensor
+    """The number of the softmax; -1 for none."""
+    values: _Answers
+    weights: _Answers
+
+
 def cuts_of(graph: Graph, part: Region) -> list[Cut]:
     """Return the tensors that all of the way through a region passes through, in order; the source is the first.
 
     With `e = exp(x - max(x))` and `e / sum(e)` these are x, x - max(x), e, and the result: no maximum, and no sum.
     """
+    read_last = _last_reads(graph, part)
+    read_last[part.target.id] = len(part.ops)
+    source = part.sources[0]
+    on_the_way = {*part.results, source.id}
+    cuts = [Cut(source, ())]
+    since: list[Op] = []
+    alive = {source.id}
+    for place, op in enumerate(part.ops):
+        since.append(op)
+        alive.update(output.id for output in op.outputs if output.id in on_the_way)
+        alive = {number for number in alive if read_last.get(number, -1) > place}
+        if len(alive) == 1 and op.output.id in alive:
+            cuts.append(Cut(op.output, tuple(since)))
+            since = []
+    return cuts
+
+
+def _last_reads(graph: Graph, part: Region) -> dict[int, int]:
+    """Return the place in a region of the last operation that reads each tensor, by id."""
     read_last: dict[int, int] = {}
     in_memory: dict[int, list[int]] = {}
     for place, op in enumerate(part.ops):
@@ -96,24 +156,19 @@ def cuts_of(graph: Graph, part: Region) -> list[Cut]:
             read_last.update(dict.fromkeys(in_memory.get(op.output.storage, ()), place))
         for output in op.outputs:
             in_memory.setdefault(output.storage, []).append(output.id)
-    made = {*part.made, part.sources[0].id}
-    cuts, since = [Cut(part.sources[0], ())], list[Op]()
-    alive = {part.sources[0].id}
-    for place, op in enumerate(part.ops):
-        since.append(op)
-        alive |= {output.id for output in op.outputs if output.id in made}
-        alive = {number for number in alive if read_last.get(number, -1) > place or number == part.target.id}
-        if len(alive) == 1 and op.output.id in alive:
-            cuts.append(Cut(op.output, tuple(since)))
-            since = []
-    return cuts
+    return read_last
 
 
 class Response:
     """The answers of a region from scores to weights to drawn scores."""
 
     def __init__(
-        self, graph: Graph, scores: TensorRef, target: TensorRef, constants: Constants, size: float = 1.0
+        self,
+        graph: Graph,
+        scores: TensorRef,
+        target: TensorRef,
+        constants: Constants,
+        size: float = 1.0,
     ) -> None:
         """Draw scores of this size. Raise `NotReplayedError` if the region cannot be run again."""
         self.graph = graph
@@ -124,16 +179,20 @@ class Response:
         self._replay = Replay(graph, self.part, constants)
         self.cuts = cuts_of(graph, self.part)
         self._orders: dict[int, Tensor | None] = {}
-        self._in_order: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._in_order: dict[int, _Answers | None] = {}
         self._rows: dict[Softmaxed, Tensor | None] = {}
         self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
         self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
-        first, second = (drawn(scores, generator, size) for _ in range(2))
+        first = drawn(scores, generator, size)
+        second = drawn(scores, generator, size)
         self._drawn = first, second
         self._answers = [self._replay.run({scores.id: numbers}) for numbers in self._drawn]
         self._places = _places(self.part, self._answers[0])
-        self._with_others = [self._replay.run({scores.id: numbers}, 1) for numbers in self._drawn if self.unknown]
+        self._with_others: list[dict[int, Tensor]] = []
+        """The answers with other numbers in the place of unknown ones; empty if there are none."""
+        if self.unknown:
+            self._with_others = [self._replay.run({scores.id: numbers}, 1) for numbers in self._drawn]
 
     @property
     def unknown(self) -> list[TensorRef]:
@@ -155,33 +214,46 @@ class Response:
         if order is None:
             return None
         real = order[order >= 0]
-        is_once = bool(real.numel()) and int(torch.bincount(real).max()) == 1
-        return order if is_once else None
+        if not real.numel():
+            return None
+        most = int(torch.bincount(real).max())
+        return order if most == 1 else None
 
     def _by_score(self, tensor: TensorRef, numbers: Tensor) -> Tensor | None:
         """Return the numbers of a tensor in the order of the scores, NaN where it has none; None if it has no order."""
         order = self._order_of(tensor)
         if order is None or order.shape != numbers.shape:
             return None
-        real = order >= 0
+        is_score = order >= 0
+        of_scores = numbers[is_score]
         result = torch.full((self.scores.numel,), torch.nan, dtype=torch.float64)
-        result[order[real]] = numbers[real].double() if not numbers.is_complex() else numbers[real].real
+        result[order[is_score]] = of_scores.real if numbers.is_complex() else of_scores.double()
         return result
 
-    def answers(self, place: int) -> tuple[Tensor, Tensor] | None:
+    def answers(self, place: int) -> _Answers | None:
         """Return both answers of a cut, in the order of the scores; None if its order is unknown."""
         if place not in self._in_order:
             self._in_order[place] = self._read_answers(place)
         return self._in_order[place]
 
-    def _read_answers(self, place: int) -> tuple[Tensor, Tensor] | None:
+    def _read_answers(self, place: int) -> _Answers | None:
         """Return both answers of a cut, in the order of the scores; None if its order is unknown."""
-        tensor = self.cuts[place].tensor
         if not place:
-            first, second = (numbers.flatten() for numbers in self._drawn)
-            return first, second
-        answers = [self._by_score(tensor, answer[tensor.id]) for answer in self._answers]
-        return None if answers[0] is None or answers[1] is None else (answers[0], answers[1])
+            first, second = self._drawn
+            return _Answers(first.flatten(), second.flatten())
+        return self._both_by_score(self.cuts[place].tensor, self._answers)
+
+    def _both_by_score(
+        self,
+        tensor: TensorRef,
+        answers: Sequence[dict[int, Tensor]],
+    ) -> _Answers | None:
+        """Return the numbers of a tensor in two answers, in the order of the scores; None if its order is unknown."""
+        in_order = [self._by_score(tensor, answer[tensor.id]) for answer in answers]
+        first, second = in_order
+        if first is None or second is None:
+            return None
+        return _Answers(first, second)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -197,153 +269,202 @@ class Response:
 
     def _sums_to_one(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the dimensions along which the numbers of a tensor sum to one in both answers; empty if none do."""
+        shape = tensor.shape
         answers = [answer[tensor.id] for answer in self._answers]
-        if answers[0].dtype != torch.float64 or not tensor.shape:
+        if answers[0].dtype != torch.float64 or not shape:
             return ()
         if any(bool((answer < -_ONE).any()) for answer in answers):
             return ()
-        rank = len(tensor.shape)
-        single = [place for place in range(rank) if all(_is_one(answer.sum(place)) for answer in answers)]
-        long = [place for place in single if tensor.shape[place] > 1]
-        if long:
-            return (long[-1],)
+        single = [place for place in range(len(shape)) if _sum_to_one(answers, place)]
+        for place in reversed(single):
+            if shape[place] > 1:
+                return (place,)
         # The exponential of a single score less the maximum is one too.
-        maker = self.graph.recording.producer(tensor)
+        maker = self.graph.producer(tensor)
         if single and maker is not None and maker.does("softmax"):
             return (single[-1],)
-        for place in range(rank - 1):  # e.g. over the rows and the columns of an image
-            if min(tensor.shape[place : place + 2]) < 2:
-                continue
-            if all(_is_one(answer.sum((place, place + 1))) for answer in answers):
-                return (place, place + 1)
+        for place in range(len(shape) - 1):  # e.g. over the rows and the columns of an image
+            pair = (place, place + 1)
+            is_long = min(shape[place], shape[place + 1]) > 1
+            if is_long and _sum_to_one(answers, pair):
+                return pair
         return ()
 
-    def rows(self, found: Softmaxed) -> Tensor | None:
+    def rows(self, softmaxed: Softmaxed) -> Tensor | None:
         """Return the number of the softmax that each score has a part in, -1 for none; None if unknown."""
-        if found not in self._rows:
-            self._rows[found] = self._read_rows(found)
-        return self._rows[found]
+        if softmaxed not in self._rows:
+            self._rows[softmaxed] = self._read_rows(softmaxed)
+        return self._rows[softmaxed]
 
-    def _read_rows(self, found: Softmaxed) -> Tensor | None:
+    def _read_rows(self, softmaxed: Softmaxed) -> Tensor | None:
         """Return the number of the softmax that each score has a part in, -1 for none; None if unknown."""
-        tensor = self.cuts[found.cut].tensor
+        tensor = self.cuts[softmaxed.cut].tensor
         order = self._order_of(tensor)
         if order is None:
             return None
-        shape = [1 if place in found.places else size for place, size in enumerate(tensor.shape)]
-        numbers = torch.arange(torch.Size(shape).numel()).view(shape).expand(tensor.shape)
-        real = order >= 0
+        shape = list(tensor.shape)
+        for place in softmaxed.places:
+            shape[place] = 1
+        numbers = torch.arange(prod(shape)).view(shape).expand(tensor.shape)
+        is_score = order >= 0
         rows = torch.full((self.scores.numel,), -1)
-        rows[order[real]] = numbers[real]
+        rows[order[is_score]] = numbers[is_score]
         return rows
+
+    def _with_rows(self, place: int, softmaxed: Softmaxed) -> _Rows | None:
+        """Return a cut and the weights by the softmax that each score has a part in; None if any is unknown."""
+        rows = self.rows(softmaxed)
+        values = self.answers(place)
+        weights = self.answers(softmaxed.cut)
+        if rows is None or values is None or weights is None:
+            return None
+        return _Rows(rows, values, weights)
 
     # -- logits -------------------------------------------------------------------------------------------------------
 
-    def slope(self, place: int, found: Softmaxed | None, *, logarithm: bool) -> Slope | None:
+    def slope(
+        self,
+        place: int,
+        softmaxed: Softmaxed | None,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
         """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        key = place, found, logarithm
+        key = place, softmaxed, logarithm
         if key not in self._slopes:
-            self._slopes[key] = self._measure_slope(place, found, logarithm=logarithm)
+            self._slopes[key] = self._measure_slope(place, softmaxed, logarithm=logarithm)
         return self._slopes[key]
 
-    def _measure_slope(self, place: int, found: Softmaxed | None, *, logarithm: bool) -> Slope | None:
+    def _measure_slope(
+        self,
+        place: int,
+        softmaxed: Softmaxed | None,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
         """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        rows = self.rows(found) if found is not None else None
-        if found is not None and rows is None:
-            return None
-        small = self._small()
+        rows = None
+        if softmaxed is not None:
+            rows = self.rows(softmaxed)
+            if rows is None:
+                return None
         slopes = []
         for draw in range(2 if self.unknown else 1):
-            tensor = self.cuts[place].tensor
-            values = []
-            for numbers in small:
-                answer = self._replay.run({self.scores.id: numbers}, draw)
-                value = self._by_score(tensor, answer[tensor.id])
-                if value is None:
-                    return None
-                values.append(value.log() if logarithm else value)
-            fitted = _fitted(values, [numbers.flatten() for numbers in small], rows, self.scores.shape)
-            if fitted is None:
+            slope = self._slope_in_draw(self.cuts[place].tensor, rows, draw, logarithm=logarithm)
+            if slope is None:
                 return None
-            slopes.append(fitted)
+            slopes.append(slope)
         first, last = slopes[0], slopes[-1]
-        if first.number is None or last.number is None or not _near(first.number, last.number, 1e-5):
+        if first.number is None or last.number is None:
             return Slope(None)
-        return first
+        return first if _near(first.number, last.number, 1e-5) else Slope(None)
 
-    def are_logits(self, place: int, found: Softmaxed) -> bool:
+    def _slope_in_draw(
+        self,
+        tensor: TensorRef,
+        rows: Tensor | None,
+        draw: int,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
+        """Return the slope of a tensor, or of its logarithm, with the stand-ins of a draw; None if it is not linear."""
+        small = self._small()
+        answers = [self._replay.run({self.scores.id: numbers}, draw) for numbers in small]
+        values = self._both_by_score(tensor, answers)
+        if values is None:
+            return None
+        if logarithm:
+            values = _Answers(values.first.log(), values.second.log())
+        scores = _Answers(small[0].flatten(), small[1].flatten())
+        return _fitted(values.difference, scores.difference, rows, self.scores.shape)
+
+    def are_logits(self, place: int, softmaxed: Softmaxed) -> bool:
         """Return whether the softmax of a cut is the weights, apart from keys that are masked out later."""
-        rows, values, weights = self.rows(found), self.answers(place), self.answers(found.cut)
-        if rows is None or values is None or weights is None:
+        by_row = self._with_rows(place, softmaxed)
+        if by_row is None:
             return False
-        for value, weight in zip(values, weights, strict=True):
+        rows = by_row.rows
+        for value, weight in zip(by_row.values.both, by_row.weights.both, strict=True):
             logarithm = weight.log()
             seen = (rows >= 0) & logarithm.isfinite() & value.isfinite()
             apart = _centred(value, rows, seen) - _centred(logarithm, rows, seen)
-            if not bool(seen.any()) or float(apart[seen].abs().max()) > _LOGITS:
+            if not bool(seen.any()) or _largest(apart[seen]) > _LOGITS:
                 return False
         return True
 
-    def exponent(self, place: int, found: Softmaxed) -> float | None:
+    def exponent(self, place: int, softmaxed: Softmaxed) -> float | None:
         """Return the number c for which the weights are exponentials of c times a cut, each with a factor of its own.
 
         From `weights = factors * exp(c * cut) / sum` follows that the difference of two logarithms is c times that of
         the cut, apart from a number for each softmax, however large the scores are. None if it is anything else, e.g.
         `(1 + cut + cut² / 2) / sum`, or if other weights are zero in the other answer.
         """
-        rows, values, weights = self.rows(found), self.answers(place), self.answers(found.cut)
-        if rows is None or values is None or weights is None:
+        by_row = self._with_rows(place, softmaxed)
+        if by_row is None:
             return None
-        is_seen = [
-            (rows >= 0) & (weight > _FAINT) & value.isfinite() for weight, value in zip(weights, values, strict=True)
-        ]
-        is_zero = [(rows >= 0) & (weight == 0) for weight in weights]
+        rows, values, weights = by_row.rows, by_row.values, by_row.weights
+        is_real = rows >= 0
+        seen_first = is_real & (weights.first > _FAINT) & values.first.isfinite()
+        seen_second = is_real & (weights.second > _FAINT) & values.second.isfinite()
         # Far below the largest score an exponential is zero in any case.
-        if bool((is_zero[0] & is_seen[1] | is_zero[1] & is_seen[0]).any()):
+        vanishes = (weights.second == 0) & seen_first
+        appears = (weights.first == 0) & seen_second
+        if bool((vanishes | appears).any()):
             return None
-        seen = is_seen[0] & is_seen[1]
+        seen = seen_first & seen_second
         if not bool(seen.any()):
             return None
-        given = _centred(values[1] - values[0], rows, seen)[seen]
-        answer = _centred(weights[1].log() - weights[0].log(), rows, seen)[seen]
+        given = _centred(values.difference, rows, seen)[seen]
+        logarithms = weights.second.log() - weights.first.log()
+        answer = _centred(logarithms, rows, seen)[seen]
         if not bool((given.abs() > _CLOSE).any()):
             return 1.0  # a single key for each query: its weight is one, whatever its score is
         return _factor(given, answer)
 
-    def seen(self, found: Softmaxed) -> Tensor:
+    def seen(self, softmaxed: Softmaxed) -> Tensor:
         """Return which weights are not zero in either answer to small scores, in the layout of the weights."""
-        tensor = self.cuts[found.cut].tensor
-        first, second = (self._replay.run({self.scores.id: numbers})[tensor.id] for numbers in self._small())
-        return (first != 0) | (second != 0)
+        tensor = self.cuts[softmaxed.cut].tensor
+        seen = torch.zeros(tensor.shape, dtype=torch.bool)
+        for numbers in self._small():
+            answer = self._replay.run({self.scores.id: numbers})
+            seen = seen | (answer[tensor.id] != 0)
+        return seen
 
     def _small(self) -> list[Tensor]:
         """Return scores for which every smooth function is linear."""
         generator = torch.Generator().manual_seed(1)
-        return [drawn(self.scores, generator, _SMALL) for _ in range(2)]
+        first = drawn(self.scores, generator, _SMALL)
+        second = drawn(self.scores, generator, _SMALL)
+        return [first, second]
 
-    def adds_inside(self, place: int, found: Softmaxed, exponent: float) -> bool:
+    def adds_inside(self, place: int, softmaxed: Softmaxed, exponent: float) -> bool:
         """Return whether weights are not the softmax of a cut alone: exponentials have factors of their own.
 
         Weights that are zero are no matter: their keys are masked out.
         """
-        rows, values, weights = self.rows(found), self.answers(place), self.answers(found.cut)
-        if rows is None or values is None or weights is None:
+        by_row = self._with_rows(place, softmaxed)
+        if by_row is None:
             return False
-        seen = (rows >= 0) & (weights[0] > _FAINT) & values[0].isfinite()
-        apart = _centred(weights[0].log() - exponent * values[0], rows, seen)[seen]
-        return bool(apart.numel()) and float(apart.abs().max()) > _LOGITS
+        value, weight = by_row.values.first, by_row.weights.first
+        seen = (by_row.rows >= 0) & (weight > _FAINT) & value.isfinite()
+        rest = weight.log() - exponent * value
+        apart = _centred(rest, by_row.rows, seen)[seen]
+        return bool(apart.numel()) and _largest(apart) > _LOGITS
 
-    def step(self, place: int, found: Softmaxed) -> Step:
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, place: int, softmaxed: Softmaxed) -> Step:
         """Return what happens between a cut and the one before."""
-        key = place, found
+        key = place, softmaxed
         if key not in self._measured_steps:
-            self._measured_steps[key] = self._measure_step(place, found)
+            self._measured_steps[key] = self._measure_step(place, softmaxed)
         return self._measured_steps[key]
 
-    def _measure_step(self, place: int, found: Softmaxed) -> Step:
+    def _measure_step(self, place: int, softmaxed: Softmaxed) -> Step:
         """Return what happens between a cut and the one before."""
         before, after = self.answers(place - 1), self.answers(place)
-        order, rows = self._order_of(self.cuts[place].tensor), self.rows(found)
+        order = self._order_of(self.cuts[place].tensor)
+        rows = self.rows(softmaxed)
         if before is None or after is None or order is None:
             return Step("mix", None)
         if rows is None:
@@ -351,23 +472,30 @@ class Response:
         if bool((order < 0).any()) and not self.has_others(place - 1):
             return Step("further")
         # A masked-out score times zero is NaN too: that is the user's, and no other step.
-        if any(bool((after[draw].isnan() & (before[draw] > _HIDDEN)).any()) for draw in (0, 1)):
-            return Step("mix", None)
+        for old, new in zip(before.both, after.both, strict=True):
+            is_lost = new.isnan() & (old > _HIDDEN)
+            if bool(is_lost.any()):
+                return Step("mix", None)
         return self._measured(place, before, after, rows)
 
-    def _plain(self, place: int, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Step:
+    def _plain(self, place: int, before: _Answers, after: _Answers) -> Step:
         """Return a step before the scores are mixed, e.g. averaged: `same` or `scale`, and `mix` for all others."""
-        if any(not bool(numbers.isfinite().all()) for numbers in (*before, *after)):
-            return Step("mix", None)
-        factor = _factor(torch.cat(before), torch.cat(after))
+        for numbers in (*before.both, *after.both):
+            if not bool(numbers.isfinite().all()):
+                return Step("mix", None)
+        factor = _factor(torch.cat(before.both), torch.cat(after.both))
         if factor is None or not self._has_factor(place, factor):
             return Step("mix", None)
         return Step("same" if _near(factor, 1, _CLOSE) else "scale", factor)
 
+    # -- logits -------------------------------------------------------------------------------------------------------
+
     def is_extended(self, place: int) -> bool:
         """Return whether a cut has all scores, and other numbers beside them."""
         order = self._order_of(self.cuts[place].tensor)
-        return order is not None and bool((order < 0).any()) and int((order >= 0).sum()) == self.scores.numel
+        if order is None or not bool((order < 0).any()):
+            return False
+        return int((order >= 0).sum()) == self.scores.numel
 
     def is_reordered(self, place: int) -> bool:
         """Return whether scores are moved to other queries or keys at a cut, e.g. rolled, and not only transposed.
@@ -376,16 +504,20 @@ class Response:
         from everywhere.
         """
         order = self._order_of(self.cuts[place].tensor)
-        if order is None or order.dim() < 2 or bool((order < 0).any()) or not order.numel():
+        if order is None or order.dim() < 2 or not order.numel():
             return False
+        if bool((order < 0).any()):
+            return False
+        rank = order.dim()
         origin = order.flatten()[0]
         together = torch.zeros_like(order)
         for dim, size in enumerate(order.shape):
             first = order.movedim(dim, -1).flatten(0, -2)[0] - origin
-            steps = first.diff()
-            if dim >= order.dim() - 2 and bool((steps <= 0).any()):
+            if dim >= rank - 2 and bool((first.diff() <= 0).any()):
                 return True
-            together += first.view([size if at == dim else 1 for at in range(order.dim())])
+            shape = [1] * rank
+            shape[dim] = size
+            together += first.view(shape)
         return not torch.equal(together, order - origin)
 
     def has_others(self, place: int) -> bool:
@@ -393,54 +525,49 @@ class Response:
         order = self._order_of(self.cuts[place].tensor)
         return order is not None and bool((order < 0).any())
 
-    def _measured(self, place: int, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], rows: Tensor) -> Step:
-        hidden = [(numbers <= _HIDDEN) | numbers.isnan() for numbers in (*before, *after)]
-        masked = hidden[2] & hidden[3] & ~hidden[0] & ~hidden[1]
-        seen = ~(hidden[0] | hidden[1] | hidden[2] | hidden[3])
-        seen = seen & after[0].isfinite() & after[1].isfinite() & before[0].isfinite() & before[1].isfinite()
+    def _measured(
+        self,
+        place: int,
+        before: _Answers,
+        after: _Answers,
+        rows: Tensor,
+    ) -> Step:
+        """Return the step from one cut to the next, whose order is known."""
+        shows_before = ~_is_hidden(before.first) & ~_is_hidden(before.second)
+        shows_after = ~_is_hidden(after.first) & ~_is_hidden(after.second)
+        masked = shows_before & _is_hidden(after.first) & _is_hidden(after.second)
+        seen = shows_before & shows_after
+        for numbers in (*after.both, *before.both):
+            seen = seen & numbers.isfinite()
         if not bool(seen.any()):
             return Step("fill")
-        old, new = (torch.stack(numbers)[:, seen] for numbers in (before, after))
-        factor = _factor(old[1] - old[0], new[1] - new[0])
+        change = _Change(before.of(seen), after.of(seen), rows[seen])
+        factor = _factor(change.before.difference, change.after.difference)
         if factor is not None:
-            offset = new[0] - factor * old[0]
-            factor = factor if self._has_factor(place, factor) else None
-            size = max(float(new.abs().max()), 1.0) * _CLOSE
-            if bool(masked.any()):
-                return Step("fill", factor)
-            if float(_centred(offset, rows[seen], torch.ones_like(offset, dtype=torch.bool)).abs().max()) > size:
-                return Step("add", factor)
-            is_plain = factor is not None and _near(factor, 1, _CLOSE)
-            if not is_plain:
-                return Step("scale", factor)
-            return Step("same" if float(offset.abs().max()) <= size else "shift")
-        everything = torch.ones_like(seen[seen])
-        factor = _factor(
-            _centred(old[1] - old[0], rows[seen], everything), _centred(new[1] - new[0], rows[seen], everything)
-        )
-        if factor is not None and factor:
-            rests = [_centred(new[draw] - factor * old[draw], rows[seen], everything) for draw in (0, 1)]
-            size = max(float(new.abs().max()), 1.0) * _CLOSE
-            if all(float(rest.abs().max()) <= size for rest in rests):
-                return Step("shift", factor)
-        factors = new / old
-        if bool(factors.isfinite().all()) and torch.allclose(factors[0], factors[1], rtol=1e-6, atol=1e-9):
-            return self._of_factors(factors[0], seen, rows)
+            is_sure = self._has_factor(place, factor)
+            return _linear_step(change, factor, is_sure=is_sure, masks=bool(masked.any()))
+        given = change.centred(change.before.difference)
+        shift = _factor(given, change.centred(change.after.difference))
+        if shift and change.is_shift(shift):
+            return Step("shift", shift)
+        factors = change.factors()
+        if factors is not None:
+            return self._of_factors(factors, seen, rows)
         return Step("bend" if self._is_elementwise(place) else "mix", None)
 
     def _has_factor(self, place: int, factor: float) -> bool:
         """Return whether a factor stays with other numbers in the place of unknown ones."""
         if not self._with_others:
             return True
-        old, new = (self.cuts[at].tensor for at in (place - 1, place))
-        pairs = []
-        for tensor in (old, new):
-            values = [self._by_score(tensor, answer[tensor.id]) for answer in self._with_others]
-            if values[0] is None or values[1] is None:
-                return False
-            pairs.append(values[1] - values[0])
-        seen = pairs[0].isfinite() & pairs[1].isfinite() & (pairs[1] != 0)
-        again = _factor(pairs[0][seen], pairs[1][seen]) if bool(seen.any()) else None
+        old = self._both_by_score(self.cuts[place - 1].tensor, self._with_others)
+        new = self._both_by_score(self.cuts[place].tensor, self._with_others)
+        if old is None or new is None:
+            return False
+        given, answer = old.difference, new.difference
+        seen = given.isfinite() & answer.isfinite() & (answer != 0)
+        if not bool(seen.any()):
+            return False
+        again = _factor(given[seen], answer[seen])
         return again is not None and _near(again, factor, 1e-5)
 
     def _of_factors(self, factors: Tensor, seen: Tensor, rows: Tensor) -> Step:
@@ -453,37 +580,106 @@ class Response:
         whole = torch.full((self.scores.numel,), torch.nan, dtype=torch.float64)
         whole[seen] = factors
         heads = whole.view(-1, self._size_of_head())
-        spread = heads.nan_to_num(-torch.inf).amax(1) - heads.nan_to_num(torch.inf).amin(1)
-        is_by_head = bool((spread <= _CLOSE * heads.nan_to_num(0.0).abs().amax(1)).all())
-        return Step("scale", None) if is_by_head else Step("times", None)
+        highest = heads.nan_to_num(-torch.inf).amax(1)
+        lowest = heads.nan_to_num(torch.inf).amin(1)
+        size = heads.nan_to_num(0.0).abs().amax(1)
+        is_by_head = bool((highest - lowest <= _CLOSE * size).all())
+        return Step("scale" if is_by_head else "times", None)
 
     def _size_of_head(self) -> int:
         """Return the number of scores of one head: those of one query if they are `batch heads key`."""
-        shape, op = self.scores.shape, self.graph.recording.producer(self.scores)
+        shape = self.scores.shape
+        return shape[-1] if self._has_one_query() else prod(shape[-2:])
+
+    def _has_one_query(self) -> bool:
+        """Return whether the dimension before the keys is one of a batch: each query has keys of its own."""
+        op = self.graph.producer(self.scores)
         product = None if op is None else self.graph.product(op)
-        if product is not None and not product.multiply.does("product") and len(shape) > 1:
-            dimensions = self.graph.dimensions
-            beside_keys = {*wide(dimensions.of(self.scores)[-2])}
-            if beside_keys and beside_keys <= {*wide(product.axes(dimensions).batch)}:
-                return shape[-1]
-        return prod(shape[-2:])
+        if product is None or len(self.scores.shape) < 2:
+            return False
+        if product.multiply.does("product"):
+            return False
+        dimensions = self.graph.dimensions
+        beside_keys = set(wide(dimensions.of(self.scores)[-2]))
+        batch = set(wide(product.axes(dimensions).batch))
+        return bool(beside_keys) and beside_keys <= batch
 
     def _is_elementwise(self, place: int) -> bool:
         """Return whether the operations of a step compute each number from a single one."""
-        made = {self.cuts[place - 1].tensor.id, *(output.id for op in self.cuts[place].ops for output in op.outputs)}
+        derived = {self.cuts[place - 1].tensor.id}
         for op in self.cuts[place].ops:
-            read = [tensor for tensor in op.inputs if tensor.id in made]
-            if not (op.pointwise or op.kind in ("view", "copy")) or len({tensor.id for tensor in read}) > 1:
+            derived.update(ids_of(op.outputs))
+        for op in self.cuts[place].ops:
+            if not op.pointwise and op.kind not in ("view", "copy"):
+                return False
+            read = ids_of(op.inputs)
+            if len(read & derived) > 1:
                 return False
         return True
 
 
 @dataclass(frozen=True)
-class Slope:
-    """By what scores are multiplied."""
+class _Change:
+    """The scores that are seen before and after a step, in both answers."""
 
-    number: float | None
-    """None if it differs by head, or with numbers that are unknown."""
+    before: _Answers
+    after: _Answers
+    rows: Tensor
+    """The number of the softmax that each of them has a part in."""
+
+    @property
+    def limit(self) -> float:
+        """The largest rounding error of what comes after."""
+        return max(_largest(self.after.first), _largest(self.after.second), 1.0) * _CLOSE
+
+    def centred(self, numbers: Tensor) -> Tensor:
+        """Return numbers less the mean of each softmax."""
+        return _centred(numbers, self.rows, torch.ones_like(numbers, dtype=torch.bool))
+
+    def is_shift(self, factor: float) -> bool:
+        """Return whether the step multiplies by this factor, apart from a number for each softmax."""
+        for old, new in zip(self.before.both, self.after.both, strict=True):
+            if _largest(self.centred(new - factor * old)) > self.limit:
+                return False
+        return True
+
+    def factors(self) -> Tensor | None:
+        """Return the number that each score is multiplied by; None if it is not the same in both answers."""
+        first = self.after.first / self.before.first
+        second = self.after.second / self.before.second
+        if not bool(first.isfinite().all() and second.isfinite().all()):
+            return None
+        return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None
+
+
+def _is_hidden(numbers: Tensor) -> Tensor:
+    """Return which scores mask their key out, or are NaN."""
+    return (numbers <= _HIDDEN) | numbers.isnan()
+
+
+def _linear_step(change: _Change, factor: float, *, is_sure: bool, masks: bool) -> Step:
+    """Return a step that multiplies by a factor, and may add what the scores have no part in.
+
+    Args:
+        change: the scores that are seen before and after it.
+        factor: the factor.
+        is_sure: whether it is the same whatever unknown numbers are.
+        masks: whether keys are masked out by the step.
+    """
+    number = factor if is_sure else None
+    if masks:
+        return Step("fill", number)
+    offset = change.after.first - factor * change.before.first
+    if _largest(change.centred(offset)) > change.limit:
+        return Step("add", number)
+    if number is None or not _near(number, 1, _CLOSE):
+        return Step("scale", number)
+    return Step("same" if _largest(offset) <= change.limit else "shift")
+
+
+def _sum_to_one(answers: Sequence[Tensor], places: int | tuple[int, ...]) -> bool:
+    """Return whether these answers sum to one along these dimensions."""
+    return all(_is_one(answer.sum(places)) for answer in answers)
 
 
 def _is_one(sums: Tensor) -> bool:
@@ -503,35 +699,51 @@ def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
 
 
 def _near(left: float, right: float, error: float) -> bool:
-    return abs(left - right) <= error * max(abs(left), abs(right), 1e-12)
+    size = max(abs(left), abs(right), 1e-12)
+    return abs(left - right) <= error * size
 
 
 def _fitted(
-    values: Sequence[Tensor], scores: Sequence[Tensor], rows: Tensor | None, shape: Sequence[int]
+    answer: Tensor,
+    given: Tensor,
+    rows: Tensor | None,
+    shape: Sequence[int],
 ) -> Slope | None:
     """Return the factor between the differences of two answers and of two scores, apart from a number for each row.
 
     None if the rest is more than a rounding error. Differences that are infinite or NaN are of masked-out keys.
     """
-    answer, given = values[1] - values[0], scores[1] - scores[0]
     seen = answer.isfinite()
     if rows is not None:
         seen = seen & (rows >= 0)
-        answer, given = _centred(answer, rows, seen), _centred(given, rows, seen)
+        answer = _centred(answer, rows, seen)
+        given = _centred(given, rows, seen)
     if not bool(seen.any()):
         return None
-    answer, given = torch.where(seen, answer, 0.0), torch.where(seen, given, 0.0)
+    answer = torch.where(seen, answer, 0.0)
+    given = torch.where(seen, given, 0.0)
+    square = (given * given).sum()
     if not bool((given != 0).any()):
         return None
-    whole = float((answer * given).sum() / (given * given).sum())
-    limit = 1e-5 * max(float(answer.abs().max()), abs(whole) * float(given.abs().max()), 1e-12)
-    if float((answer - whole * given).abs().max()) <= limit:
-        return Slope(whole)
+    slope = float((answer * given).sum() / square)
+    expected = abs(slope) * _largest(given)
+    limit = 1e-5 * max(_largest(answer), expected, 1e-12)
+    if _largest(answer - slope * given) <= limit:
+        return Slope(slope)
     if len(shape) < 3:
         return None
-    heads = answer.view(-1, shape[-2] * shape[-1]), given.view(-1, shape[-2] * shape[-1])
-    factors = (heads[0] * heads[1]).sum(1, keepdim=True) / (heads[1] * heads[1]).sum(1, keepdim=True).clamp(min=1e-300)
-    return Slope(None) if float((heads[0] - factors * heads[1]).abs().max()) <= limit else None
+    # Each head may have a factor of its own.
+    size = shape[-2] * shape[-1]
+    answer = answer.view(-1, size)
+    given = given.view(-1, size)
+    squares = (given * given).sum(1, keepdim=True)
+    factors = (answer * given).sum(1, keepdim=True) / squares.clamp(min=1e-300)
+    return Slope(None) if _largest(answer - factors * given) <= limit else None
+
+
+def _largest(numbers: Tensor) -> float:
+    """Return the largest absolute number."""
+    return float(numbers.abs().max())
 
 
 def _factor(given: Tensor, answer: Tensor) -> float | None:
@@ -541,8 +753,8 @@ def _factor(given: Tensor, answer: Tensor) -> float | None:
         return None
     # Twelve digits are measured, and a scale of 1.5 is not 1.5000000000000002.
     factor = float(f"{float((given * answer).sum()) / square:.12g}")
-    limit = 1e-6 * max(float(answer.abs().max()), 1e-12)
-    return factor if float((answer - factor * given).abs().max()) <= limit else None
+    limit = 1e-6 * max(_largest(answer), 1e-12)
+    return factor if _largest(answer - factor * given) <= limit else None
 
 
 def _centred(numbers: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
@@ -564,20 +776,33 @@ def _places(part: Region, answers: dict[int, Tensor]) -> dict[int, Tensor]:
     An operation that keeps the shape is taken to keep the places.
     """
     source = part.sources[0]
-    numbers = torch.arange(1, source.numel + 1, dtype=torch.float64).view(source.shape)
-    places = {source.id: numbers}
+    numbers = torch.arange(1, source.numel + 1, dtype=torch.float64)
+    counted = {source.id: numbers.view(source.shape)}
     for op in part.ops:
-        moved = [tensor for tensor in op.inputs if tensor.id in places]
-        if not moved or not op.outputs or op.base_name.endswith("_like") or op.base_name.startswith("new_"):
+        makes_numbers = op.base_name.endswith("_like") or op.base_name.startswith("new_")
+        if makes_numbers or not op.outputs or not any_in(op.inputs, counted):
             continue
         if _moves_elements(op):
-            places.update(_moved(op, places, answers))
-            continue
-        for output in op.outputs:
-            same = next((tensor for tensor in moved if tensor.shape == output.shape), None)
-            if same is not None and not output.dtype.startswith("int"):
-                places[output.id] = places[same.id]
-    return {number: (found - 1).long().clamp(min=-1) for number, found in places.items()}
+            counted.update(_moved(op, counted, answers))
+        else:
+            counted.update(_in_place(op, counted))
+    places = {}
+    for number, order in counted.items():
+        places[number] = (order - 1).long().clamp(min=-1)
+    return places
+
+
+def _in_place(op: Op, counted: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the places after an operation that changes elements where they are: those of an input of the shape."""
+    by_shape: dict[tuple[int, ...], Tensor] = {}
+    for tensor in op.inputs:
+        if tensor.id in counted:
+            by_shape.setdefault(tensor.shape, counted[tensor.id])
+    places = {}
+    for output in op.outputs:
+        if output.shape in by_shape and not output.dtype.startswith("int"):
+            places[output.id] = by_shape[output.shape]
+    return places
 
 
 def _moves_elements(op: Op) -> bool:
@@ -586,7 +811,11 @@ def _moves_elements(op: Op) -> bool:
     return op.kind in ("view", "copy") or op.does("joins", "cuts", "gathers", "copies")
 
 
-def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dict[int, Tensor]:
+def _moved(
+    op: Op,
+    places: dict[int, Tensor],
+    answers: dict[int, Tensor],
+) -> dict[int, Tensor]:
     """Return the places after an operation that only moves elements; empty if it cannot be run on them."""
 
     def content(tensor: TensorRef) -> Tensor:
@@ -600,5 +829,8 @@ def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dic
         results = results_of(op, content)
     except Exception:  # an operation may raise anything when it is called directly
         return {}
-    finite = [result.nan_to_num(0.0, 0.0, 0.0).clamp(min=0) for result in results if result.is_floating_point()]
-    return {output.id: result for output, result in zip(op.outputs, finite, strict=False)}
+    floats = [result for result in results if result.is_floating_point()]
+    moved = {}
+    for output, result in zip(op.outputs, floats, strict=False):
+        moved[output.id] = result.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
+    return moved

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from typing import NamedTuple
 
 from ..record.catalog import axes_rule
-from ..record.ops import Op
+from ..record.ops import Op, TensorRef
 from .axis import Axis, Dim, Dims, fresh, join, piece, reshape, resolve, setting, size_of, twin, unify, wide
+from .ids import ids_of
 
-Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
+Inputs = tuple[Dims, ...]
+"""The dimensions of each input of an operation."""
+Results = Sequence[Dims]
+"""The dimensions of each output of an operation."""
+Rule = Callable[[Op, Inputs], Results]
 """A function of an operation and its inputs' dimensions that returns the dimensions of each output."""
 
 
@@ -18,14 +23,21 @@ Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
 def rule_of(name: str, kind: str, pointwise: bool) -> Rule:
     """Return the rule for an operation: the rule in `record.catalog`, or the default of its kind."""
     rule = RULES.get(axes_rule(name.split(".")[1]))
-    return rule or (_pointwise if pointwise else _strided if kind == "view" else _same_sizes)
+    if rule is not None:
+        return rule
+    if pointwise:
+        return _pointwise
+    return _strided if kind == "view" else _same_sizes
 
 
 def reduced_places(op: Op) -> tuple[int, ...]:
     """Return the dimensions that a sum, a mean or another reduction runs over."""
     rank = len(op.inputs[0].shape)
-    dims = setting(op, 2 if "norm" in op.base_name else 1, "dim", 0 if op.base_name == "unbind" else None)
-    places = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    default = 0 if op.base_name == "unbind" else None
+    dims = setting(op, 2 if "norm" in op.base_name else 1, "dim", default)
+    if dims is None:
+        return tuple(range(rank))
+    places = dims if isinstance(dims, tuple) else (dims,)
     return tuple(sorted({int(place) % max(rank, 1) for place in places}))
 
 
@@ -34,20 +46,32 @@ def _place(op: Op, argument: int, rank: int) -> int:
     return int(setting(op, argument, "dim", 0)) % max(rank, 1)
 
 
-def _same_sizes(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _same_sizes(op: Op, inputs: Inputs) -> Results:
     """Keep the dimensions whose size is unchanged; two outputs of one shape have the same axes."""
-    known: dict[tuple[int, ...], Dims] = {}
+    if not inputs:
+        return [()] * len(op.outputs)
+    source = inputs[0]
+    by_shape: dict[tuple[int, ...], Dims] = {}
+    results = []
     for output in op.outputs:
-        if inputs and len(inputs[0]) == len(output.shape):
-            sizes = zip(inputs[0], output.shape, strict=True)
-            known.setdefault(output.shape, tuple(dim if size_of(dim) == size else fresh(size) for dim, size in sizes))
-    return [known.get(output.shape, ()) for output in op.outputs]
+        shape = output.shape
+        if shape not in by_shape:
+            is_alike = len(source) == len(shape)
+            by_shape[shape] = tuple(map(_resized, source, shape)) if is_alike else ()
+        results.append(by_shape[shape])
+    return results
 
 
-def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    if len(inputs) == 1 and op.inputs[0].shape == op.output.shape:
+def _resized(dim: Dim, size: int) -> Dim:
+    """Return a dimension if it has this size; otherwise a new one."""
+    return dim if size_of(dim) == size else fresh(size)
+
+
+def _pointwise(op: Op, inputs: Inputs) -> Results:
+    shape = op.output.shape
+    if len(inputs) == 1 and op.inputs[0].shape == shape:
         return inputs
-    return [_broadcast(inputs, op.output.shape)]
+    return [_broadcast(inputs, shape)]
 
 
 def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
@@ -55,285 +79,536 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
 
     In `x[:, None] * x[None]` each operand has the axis of x where the other is repeated: these are two axes.
     """
-    out: list[list[tuple[Axis, int | None]]] = []  # each atom, and the only operand that has it; None if both do
-    for back, size in zip(range(len(shape), 0, -1), shape, strict=True):
-        there = [at for at, dims in enumerate(operands) if len(dims) >= back and size_of(dims[-back]) == size]
-        pairs = _repeated_pairs(*(operands[at][-back] for at in there)) if len(there) == 2 else ()
+    out = []
+    back = len(shape)
+    for size in shape:
+        out.append(_shared(operands, back, size))
+        back -= 1
+    of_first: set[Axis] = set()
+    for dim in out:
+        for axis, operand in dim:
+            if operand == 0:
+                of_first.update(resolve((axis,)))
+    return tuple([_apart_from(of_first, dim) for dim in out])
+
+
+class _Atom(NamedTuple):
+    """An axis of a result of several operands."""
+
+    axis: Axis
+    operand: int | None
+    """The only operand that has it; None if several have it."""
+
+
+def _shared(operands: Sequence[Dims], back: int, size: int) -> list[_Atom]:
+    """Return the axes of one dimension of a result, counted from the last one, and unify those of the operands."""
+    places = _operands_with(operands, back, size)
+    if not places:
+        return _atoms(fresh(size), None)
+    first, *later = places
+    dim = operands[first][-back]
+    if not later:
+        return _atoms(dim, first if size > 1 else None)
+    if len(later) == 1:
+        pairs = _repeated_pairs(dim, operands[later[0]][-back])
         if pairs:
-            out.append([])
-            for x, y in pairs:
-                if x.repeats == y.repeats:
-                    unify((x,), (y,))
-                alone = None if x.repeats == y.repeats else there[x.repeats]
-                out[-1].append((y if x.repeats > y.repeats else x, alone))
+            return [_of_pair(left, right, places) for left, right in pairs]
+    for place in later:
+        _meet(operands[first], operands[place], back)
+    return _atoms(dim, None)
+
+
+def _operands_with(operands: Sequence[Dims], back: int, size: int) -> list[int]:
+    """Return which operands have a dimension of this size, counted from the last one."""
+    places = []
+    for place, dims in enumerate(operands):
+        if len(dims) < back:
             continue
-        for at in there[1:]:
-            _meet(operands[there[0]], operands[at], back)
-        alone = there[0] if len(there) == 1 and size > 1 else None
-        out.append([(atom, alone) for atom in (operands[there[0]][-back] if there else fresh(size))])
-    first = {leaf for dim in out for atom, alone in dim if alone == 0 for leaf in resolve((atom,))}
-    return tuple(
-        tuple(leaf for atom, alone in dim for leaf in (twin((atom,), first) if alone == 1 else (atom,))) for dim in out
-    )
+        if size_of(dims[-back]) == size:
+            places.append(place)
+    return places
+
+
+def _atoms(dim: Dim, operand: int | None) -> list[_Atom]:
+    """Return the axes of a dimension as those of one operand, or of several."""
+    return [_Atom(axis, operand) for axis in dim]
+
+
+def _of_pair(left: Axis, right: Axis, places: Sequence[int]) -> _Atom:
+    """Return the axis that two operands give: of the one that is not repeated along it, or of both."""
+    if left.repeats == right.repeats:
+        unify((left,), (right,))
+        return _Atom(left, None)
+    return _Atom(right, places[1]) if left.repeats else _Atom(left, places[0])
+
+
+def _apart_from(of_first: set[Axis], dim: Sequence[_Atom]) -> Dim:
+    """Return a dimension of a result, with twins of the axes that the second operand has like the first."""
+    atoms: list[Axis] = []
+    for axis, operand in dim:
+        if operand == 1:
+            atoms += twin((axis,), of_first)
+        else:
+            atoms.append(axis)
+    return tuple(atoms)
 
 
 def _meet(left: Dims, right: Dims, back: int) -> None:
     """Make two dimensions one axis, unless a tensor would have it twice, as where a bias is made of pairs."""
-    others = [atom for dims in (left, right) for at, dim in enumerate(dims, back) for atom in dim if at != len(dims)]
-    if not {*resolve(tuple(others))} & {*wide(resolve(left[-back]), resolve(right[-back]))}:
-        unify(left[-back], right[-back])
+    beside: list[Axis] = []
+    for dims in (left, right):
+        place = len(dims) - back
+        for dim in (*dims[:place], *dims[place + 1 :]):
+            beside += dim
+    first, second = left[-back], right[-back]
+    axes = wide(resolve(first), resolve(second))
+    if set(axes).isdisjoint(resolve(tuple(beside))):
+        unify(first, second)
 
 
 def _repeated_pairs(left: Dim, right: Dim) -> Sequence[tuple[Axis, Axis]]:
     """Return the atoms of two dimensions in pairs, if an atom is repeated in one of them only; otherwise empty."""
     left, right = wide(resolve(left)), wide(resolve(right))
-    if not any(atom.repeats for atom in (*left, *right)) or [a.size for a in left] != [a.size for a in right]:
+    if len(left) != len(right):
         return ()
-    pairs = [*zip(left, right, strict=True)]
-    return pairs if any(x.repeats != y.repeats for x, y in pairs) else ()
+    is_repeated = False
+    for x, y in zip(left, right, strict=True):
+        if x.size != y.size:
+            return ()
+        is_repeated = is_repeated or x.repeats != y.repeats
+    return [*zip(left, right, strict=True)] if is_repeated else ()
 
 
-def _reshape(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    return [inputs[0] if op.output.shape == op.inputs[0].shape else reshape(inputs[0], op.output.shape)]
+def _reshape(op: Op, inputs: Inputs) -> Results:
+    if op.output.shape == op.inputs[0].shape:
+        return [inputs[0]]
+    return [reshape(inputs[0], op.output.shape)]
 
 
-def _permute(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    order = list(range(len(inputs[0])))
+def _permute(op: Op, inputs: Inputs) -> Results:
+    dims = inputs[0]
+    order = list(range(len(dims)))
     if op.base_name == "permute":
         order = op.args[1]
     elif len(order) > 1:
-        a, b = op.args[1:3] if len(op.args) > 2 else (0, 1)
-        order[a], order[b] = order[b], order[a]
-    return [tuple(inputs[0][place] for place in order)]
+        first, second = 0, 1
+        if len(op.args) > 2:
+            first, second = op.args[1:3]
+        order[first], order[second] = order[second], order[first]
+    return [tuple([dims[place] for place in order])]
 
 
-def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _repeat(op: Op, inputs: Inputs) -> Results:
     """Expand or repeat a dimension: the axis of copies comes before it."""
     shape = op.output.shape
-    dims = ((),) * (len(shape) - len(inputs[0])) + inputs[0]
-    times = [size // max(size_of(dim), 1) for dim, size in zip(dims, shape, strict=True)]
-    return [
-        tuple(
-            dim if n == 1 and dim else (Axis(n, repeats=True), *wide(dim)) for n, dim in zip(times, dims, strict=True)
-        )
-    ]
+    dims = inputs[0]
+    missing = len(shape) - len(dims)
+    return [tuple(map(_repeated, ((),) * missing + dims, shape))]
 
 
-def _reduce(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _repeated(dim: Dim, size: int) -> Dim:
+    """Return a dimension repeated to a size: `(copies features)`."""
+    times = size // max(size_of(dim), 1)
+    if times == 1 and dim:
+        return dim
+    return (Axis(times, repeats=True), *wide(dim))
+
+
+def _reduce(op: Op, inputs: Inputs) -> Results:
     """Remove dimensions, or make them 1: sum, mean, select or squeeze."""
-    places, keep = set(reduced_places(op)), len(op.output.shape) == len(inputs[0])
-    if op.does("reshapes"):
-        places = {place for place in places if op.inputs[0].shape[place] == 1}
-    dims = [fresh(1) if at in places else dim for at, dim in enumerate(inputs[0]) if keep or at not in places]
+    source = inputs[0]
+    shape = op.inputs[0].shape
+    places = set(reduced_places(op))
+    keeps_places = len(op.output.shape) == len(source)
+    only_single = op.does("reshapes")
+    dims: list[Dim] = []
+    for place, dim in enumerate(source):
+        is_reduced = place in places and (shape[place] == 1 or not only_single)
+        if not is_reduced:
+            dims.append(dim)
+        elif keeps_places:
+            dims.append(fresh(1))
     return [tuple(dims)] * len(op.outputs)
 
 
-def _unsqueeze(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    place = op.args[1] % (len(inputs[0]) + 1)
-    return [(*inputs[0][:place], fresh(1), *inputs[0][place:])]
+def _unsqueeze(op: Op, inputs: Inputs) -> Results:
+    dims = inputs[0]
+    place = op.args[1] % (len(dims) + 1)
+    return [_inserted(dims, place, fresh(1))]
 
 
-def split_pieces(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _inserted(dims: Dims, place: int, dim: Dim) -> Dims:
+    """Return dimensions with another one before that at a place."""
+    return (*dims[:place], dim, *dims[place:])
+
+
+def _replaced(dims: Dims, place: int, *by: Dim) -> Dims:
+    """Return dimensions with others in the place of one."""
+    return (*dims[:place], *by, *dims[place + 1 :])
+
+
+def split_pieces(op: Op, inputs: Inputs, *, is_even: bool = True) -> Results:
     """Return the dimensions of each piece of a split; with `is_even` False the pieces are not alike."""
-    dims, place = inputs[0], _place(op, 2, len(inputs[0]))
+    dims = inputs[0]
+    place = _place(op, 2, len(dims))
     sizes = [output.shape[place] for output in op.outputs]
-    starts, is_even = accumulate(sizes, initial=0), is_even and len(set(sizes)) == 1
-    return [_cut(op, dims, place, start, size, is_even=is_even) for start, size in zip(starts, sizes, strict=False)]
+    is_even = is_even and len(set(sizes)) == 1
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(_cut(op, dims, _Slice(place, start, size), is_even=is_even))
+        start += size
+    return pieces
 
 
-def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
+class _Slice(NamedTuple):
+    """Consecutive indices of a dimension."""
+
+    place: int
+    start: int
+    size: int
+
+
+def slice_piece(op: Op, inputs: Inputs, *, is_even: bool = True) -> Results:
     """Return the dimensions of a slice; an equal piece of the features, or every n-th feature, is as after a split.
 
     With `is_even` False other slices of the same tensor are not like this one, so no slice is an equal piece.
     """
-    dims, shape = inputs[0], op.inputs[0].shape
+    dims = inputs[0]
     place = _place(op, 1, len(dims))
-    whole, size = shape[place], op.output.shape[place]
-    start, step = setting(op, 2, "start", 0) or 0, setting(op, 4, "step", 1)
-    is_even = is_even and place == len(dims) - 1 and size > 1
+    whole = op.inputs[0].shape[place]
+    size = op.output.shape[place]
+    is_last = place == len(dims) - 1
+    is_even = is_even and is_last and size > 1
+    step = setting(op, 4, "step", 1)
     if step == 1:
-        return [_cut(op, dims, place, start + (whole if start < 0 else 0), size, is_even=is_even)]
+        start = setting(op, 2, "start", 0) or 0
+        if start < 0:
+            start += whole
+        return [_cut(op, dims, _Slice(place, start, size), is_even=is_even)]
     if is_even and whole == size * step:
-        return [_without_counter(reshape(dims, (*shape[:place], size, step)), place, place + 1)]
-    return [(*dims[:place], fresh(size), *dims[place + 1 :])]
+        rows = op.inputs[0].shape[:place]
+        parts = reshape(dims, (*rows, size, step))
+        return [_without_counter(parts, place, place + 1)]
+    return [_replaced(dims, place, fresh(size))]
 
 
-def _cut(op: Op, dims: Dims, place: int, start: int, size: int, *, is_even: bool) -> Dims:
+def _cut(op: Op, dims: Dims, cut: _Slice, *, is_even: bool) -> Dims:
     """Cut a slice out of a dimension; an equal piece is an axis of its own, after the axis that counts the pieces."""
+    place, start, size = cut
     shape = op.inputs[0].shape
-    if is_even and size and shape[place] % size == start % size == 0:
-        parts = reshape(dims, (*shape[:place], shape[place] // size, size, *shape[place + 1 :]))
+    whole = shape[place]
+    if is_even and size and whole % size == start % size == 0:
+        new_shape = list(shape)
+        new_shape[place : place + 1] = [whole // size, size]
+        parts = reshape(dims, new_shape)
         return _without_counter(parts, place + 1, place)
-    return (*dims[:place], piece(dims[place], start, size), *dims[place + 1 :])
+    return _replaced(dims, place, piece(dims[place], start, size))
 
 
 def _without_counter(dims: Dims, piece_place: int, counter_place: int) -> Dims:
     """Remove the dimension that counts equal pieces, and remember it in the piece."""
     atoms = resolve(dims[piece_place])
     if atoms:
-        atoms[0].counters.setdefault(size_of(atoms), dims[counter_place])
-    return (*dims[:counter_place], *dims[counter_place + 1 :])
+        counters = atoms[0].counters
+        counters.setdefault(size_of(atoms), dims[counter_place])
+    return _replaced(dims, counter_place)
 
 
 def _counter(dim: Dim) -> Dim:
     """Return the axis that counts equal pieces like this one; empty if this is no equal piece."""
     atoms = resolve(dim)
-    return atoms[0].counters.get(size_of(atoms), ()) if atoms else ()
+    if not atoms:
+        return ()
+    return atoms[0].counters.get(size_of(atoms), ())
 
 
 def _counter_of(dim: Dim, count: int) -> Dim:
     """Return the axis that counts equal pieces like this one, if it counts as many; otherwise a new axis."""
-    known = _counter(dim)
-    return known if known and size_of(known) == count else fresh(count)
+    counter = _counter(dim)
+    return counter if counter and size_of(counter) == count else fresh(count)
 
 
 def _are_alike(operands: Sequence[Dims]) -> bool:
     return len({tuple(map(resolve, dims)) for dims in operands}) == 1
 
 
-def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _join(op: Op, inputs: Inputs) -> Results:
     """Concatenate or stack: equal pieces of the features come after the axis that counts them."""
     rank = len(op.output.shape)
     place = _place(op, 1, rank)
     if op.base_name == "stack":
-        first = _broadcast(inputs, op.inputs[0].shape)
-        last = first[-1] if first and (place == len(first) or _are_alike(inputs)) else ()
-        return [(*first[:place], _counter_of(last, op.output.shape[place]), *first[place:])]
-    operands = [dims for dims, tensor in zip(inputs, op.inputs, strict=True) if len(dims) == rank and tensor.numel]
-    parts = [dims[place] for dims in operands]
-    if len(parts) < 2:
+        return [_stacked(op, inputs, place)]
+    operands = []
+    for dims, tensor in zip(inputs, op.inputs, strict=True):
+        if len(dims) == rank and tensor.numel:
+            operands.append(dims)
+    if len(operands) < 2:
         return operands
-    shape = (*op.output.shape[:place], *op.output.shape[place + 1 :])
-    first = _broadcast([(*dims[:place], *dims[place + 1 :]) for dims in operands], shape)
-    if len({tensor.id for tensor in op.inputs}) == 1:
+    return [_concatenated(op, operands, place)]
+
+
+def _stacked(op: Op, operands: Inputs, place: int) -> Dims:
+    """Return the dimensions of a stack along a new dimension."""
+    dims = _broadcast(operands, op.inputs[0].shape)
+    is_last = place == len(dims) or _are_alike(operands)
+    features = dims[-1] if dims and is_last else ()
+    count = op.output.shape[place]
+    return _inserted(dims, place, _counter_of(features, count))
+
+
+def _concatenated(op: Op, operands: Sequence[Dims], place: int) -> Dims:
+    """Return the dimensions of a concatenation."""
+    shape = list(op.output.shape)
+    del shape[place]
+    beside = _broadcast([_replaced(dims, place) for dims in operands], shape)
+    parts = [dims[place] for dims in operands]
+    is_repeated = len(ids_of(op.inputs)) == 1
+    if is_repeated:
         joined = (*fresh(len(parts)), *parts[0])
-    elif place == rank - 1 and len(set(map(size_of, parts))) == 1:
-        for part in parts[1:]:
-            unify(parts[0], part)
-        joined = (*_counter_of(parts[0], len(parts)), *parts[0])
-    elif size_of(_counter(first[-1])) == len(parts) and _are_alike(operands):
-        joined = (*_counter(first[-1]), *parts[0])  # equal pieces of the features in another dimension: heads first
+    elif place == len(shape) and len(set(map(size_of, parts))) == 1:
+        joined = _joined_pieces(parts)
     else:
-        joined = join(parts)
-    return [(*first[:place], joined, *first[place:])]
+        joined = _joined_heads(parts, _counter(beside[-1]), operands)
+    return _inserted(beside, place, joined)
 
 
-def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _joined_heads(parts: Sequence[Dim], counter: Dim, operands: Sequence[Dims]) -> Dim:
+    """Return the dimension that these are joined to; equal pieces of the features come after the axis of heads."""
+    if size_of(counter) == len(parts) and _are_alike(operands):
+        return (*counter, *parts[0])
+    return join(parts)
+
+
+def _joined_pieces(parts: Sequence[Dim]) -> Dim:
+    """Return the features that these equal pieces are joined to: `(pieces features)`."""
+    first, *later = parts
+    for part in later:
+        unify(first, part)
+    return (*_counter_of(first, len(parts)), *first)
+
+
+def _pad(op: Op, inputs: Inputs) -> Results:
     """Join a padded dimension with its padding."""
     dims = list(inputs[0])
     pads = setting(op, 1, "pad")
-    for back, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True), 1):
-        parts = [dim for dim in (fresh(max(before, 0)), dims[-back], fresh(max(after, 0))) if size_of(dim)]
-        dims[-back] = join(parts) if len(parts) > 1 and min(before, after) >= 0 else dims[-back]
+    sides = zip(pads[::2], pads[1::2], strict=True)
+    for back, (before, after) in enumerate(sides, 1):
+        dims[-back] = _padded(dims[-back], before, after)
     return [tuple(dims)]
 
 
-def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _padded(dim: Dim, before: int, after: int) -> Dim:
+    """Return a dimension joined with so much padding; the dimension itself if elements are cut off."""
+    if min(before, after) < 0:
+        return dim
+    parts = [dim] if size_of(dim) else []
+    if before:
+        parts.insert(0, fresh(before))
+    if after:
+        parts.append(fresh(after))
+    return join(parts) if len(parts) > 1 else dim
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def _product(op: Op, inputs: Inputs) -> Results:
     """Multiply `batch n k, batch k m -> batch n m`, with an added term; the second factor of cdist is `batch m k`."""
-    *added, a, b = inputs
+    *added, left, right = inputs
     if op.does("distances"):
-        b = (*b[:-2], b[-1], b[-2])
-    unify(a[-1], b[-2])
-    for left, right in zip(a[:-2], b[:-2], strict=False):
-        unify(left, right)
-    left_atoms, columns = {atom for dim in a[:-1] for atom in resolve(dim)}, set(resolve(b[-1]))
-    dims = (*a[:-1], twin(b[-1], columns) if left_atoms & columns else b[-1])
-    for back, dim in enumerate(reversed(added[0]), 1) if added else ():
-        if op.inputs[0].shape[-back] == op.output.shape[-back]:
-            unify(dims[-back], dim)
+        *batch, last, inner = right
+        right = (*batch, inner, last)
+    unify(left[-1], right[-2])
+    batches = zip(left[:-2], right[:-2], strict=False)
+    for first, second in batches:
+        unify(first, second)
+    beside: set[Axis] = set()
+    for dim in left[:-1]:
+        beside.update(resolve(dim))
+    columns = right[-1]
+    axes = set(resolve(columns))
+    if not beside.isdisjoint(axes):
+        columns = twin(columns, axes)
+    dims = (*left[:-1], columns)
+    if added:
+        _unify_added(op, added[0], dims)
     return [dims]
 
 
-def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
+    """Make the dimensions of a term that is added to a product those of the product, where it is not broadcast."""
+    shape, result = op.inputs[0].shape, op.output.shape
+    for back, dim in enumerate(reversed(added), 1):
+        if shape[-back] == result[-back]:
+            unify(dims[-back], dim)
+
+
+def _convolution(op: Op, inputs: Inputs) -> Results:
     """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis.
 
     The weight of a transposed convolution is `in out/groups *kernel`.
     """
-    (source, weight), (before, after) = inputs[:2], (op.inputs[0].shape, op.output.shape)
-    groups, place = setting(op, 8, "groups", 1), 1 if setting(op, 6, "transposed", False) else 0
-    made = weight[place] if size_of(weight[place]) == after[1] else fresh(after[1])
-    channels = source[1] if groups == after[1] == before[1] else made
-    space = zip(source[2:], before[2:], after[2:], strict=True)
-    return [(source[0], channels, *(dim if was == now else fresh(now) for dim, was, now in space))]
+    source, weight = inputs[:2]
+    before = op.inputs[0].shape
+    after = op.output.shape
+    groups = setting(op, 8, "groups", 1)
+    if groups == after[1] == before[1]:
+        channels = source[1]
+    else:
+        is_transposed = setting(op, 6, "transposed", False)
+        channels = _resized(weight[1 if is_transposed else 0], after[1])
+    space = []
+    for place in range(2, len(source)):
+        is_same = before[place] == after[place]
+        space.append(source[place] if is_same else fresh(after[place]))
+    return [(source[0], channels, *space)]
 
 
-def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+# -- indices ----------------------------------------------------------------------------------------------------------
+
+
+def _indexed_places(op: Op) -> list[int]:
+    """Return the dimensions that an operation indexes: `table[:, indices]` the second one."""
+    return [place for place, index in enumerate(op.args[1]) if index is not None]
+
+
+def _index(op: Op, inputs: Inputs) -> Results:
     """Read `table[..., indices, ...]` with one tensor of indices, whose axes replace the indexed dimension."""
-    table, place = inputs[0], _place(op, 1, len(inputs[0])) if op.base_name == "index_select" else 0
-    if op.base_name == "index":
-        given = [place for place, index in enumerate(op.args[1]) if index is not None]
-        if len(given) != 1 or op.inputs[-1].dtype == "bool":
+    table, indices = inputs[0], inputs[-1]
+    place = 0
+    if op.base_name == "index_select":
+        place = _place(op, 1, len(table))
+    elif op.base_name == "index":
+        places = _indexed_places(op)
+        if len(places) != 1 or op.inputs[-1].dtype == "bool":
             return []
-        place = given[0]
-    return [(*table[:place], *inputs[-1], *table[place + 1 :])]
+        place = places[0]
+    return [_replaced(table, place, *indices)]
 
 
 def written_places(op: Op) -> tuple[int, int] | None:
     """Return the dimension that an indexed write replaces, and the rank of its indices; None if there are several."""
-    if op.base_name.startswith("index_put"):
-        given = [(place, index) for place, index in enumerate(op.args[1]) if index is not None]
-        single = len(given) == 1 and given[0][1].dtype != "bool"
-        return (given[0][0], len(given[0][1].shape)) if single else None
-    return _place(op, 1, len(op.inputs[0].shape)), 1
+    if not op.base_name.startswith("index_put"):
+        return _place(op, 1, len(op.inputs[0].shape)), 1
+    places = _indexed_places(op)
+    if len(places) != 1:
+        return None
+    place = places[0]
+    index = op.args[1][place]
+    return None if index.dtype == "bool" else (place, len(index.shape))
 
 
-def _index_write(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _index_write(op: Op, inputs: Inputs) -> Results:
     """Write `table[..., indices, ...] = values`, e.g. into a cache: the other dimensions are the same axes."""
-    written, table, values = written_places(op), inputs[0], inputs[-1]
-    if written is not None and len(inputs) > 2:
-        place, rank = written
-        others = [*table[:place], *[None] * rank, *table[place + 1 :]]
-        for known, value in zip(reversed(others), reversed(values), strict=False):
-            if known is not None and size_of(known) == size_of(value):
-                unify(known, value)
+    table, values = inputs[0], inputs[-1]
+    written = written_places(op)
+    if written is None or len(inputs) < 3:
+        return [table]
+    place, rank = written
+    expected: list[Dim | None] = list(table)
+    expected[place : place + 1] = [None] * rank
+    dims = zip(reversed(expected), reversed(values), strict=False)
+    for dim, value in dims:
+        if dim is not None and size_of(dim) == size_of(value):
+            unify(dim, value)
     return [table]
 
 
-def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _gather(op: Op, inputs: Inputs) -> Results:
     """Keep the axes of the source, except in the gathered dimension, which has the axis of the indices.
 
     Fewer dimensions come from a scalar, which torch gathers from too.
     """
     source, indices = inputs[0], inputs[-1]
-    place = _place(op, 1, len(source))
-    dims = [
-        b if at == place or size_of(a) != size_of(b) or any(atom.repeats for atom in resolve(a)) else a
-        for at, (a, b) in enumerate(zip(source, indices, strict=False))
-    ]
+    gathered = _place(op, 1, len(source))
+    dims = []
+    for place, (dim, index) in enumerate(zip(source, indices, strict=False)):
+        is_kept = place != gathered and _keeps_axis(dim, index)
+        dims.append(dim if is_kept else index)
     return [tuple(dims)]
 
 
-def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _keeps_axis(dim: Dim, index: Dim) -> bool:
+    """Return whether a dimension beside the gathered one stays: it is as large, and not repeated."""
+    if size_of(dim) != size_of(index):
+        return False
+    return not any(atom.repeats for atom in resolve(dim))
+
+
+# -- strides ----------------------------------------------------------------------------------------------------------
+
+
+def _strided(op: Op, inputs: Inputs) -> Results:
     """Follow a view by strides: a split or permutation exactly, otherwise the dimensions with an unchanged stride."""
     source, out = op.inputs[0], op.output
-    if all(
-        1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) == t.numel for t in (source, out)
-    ):
-        before, after = (
-            sorted(range(len(t.shape)), key=lambda place: (-t.stride[place], -t.shape[place])) for t in (source, out)
-        )
-        dims = reshape([inputs[0][place] for place in before], [out.shape[place] for place in after])
-        return [tuple(dims[after.index(place)] for place in range(len(after)))]
-    known = {(n, step): dim for n, step, dim in zip(source.shape, source.stride, inputs[0], strict=True) if n > 1}
+    if _is_dense(source) and _is_dense(out):
+        return [_in_memory_order(source, out, inputs[0])]
+    unchanged: dict[tuple[int, int], Dim] = {}
+    for place, dim in enumerate(inputs[0]):
+        if source.shape[place] > 1:
+            unchanged[source.shape[place], source.stride[place]] = dim
     places = [*zip(out.shape, out.stride, strict=True)]
-    others = [step for n, step in places if n > 1 and (n, step) not in known]
-    apart = [not any(step < other < n * step for other in others) for n, step in places]  # no overlapping windows
-    return [tuple((is_apart and known.get(at)) or fresh(at[0]) for at, is_apart in zip(places, apart, strict=True))]
+    new_steps = []
+    for size, step in places:
+        if size > 1 and (size, step) not in unchanged:
+            new_steps.append(step)
+    result = []
+    for size, step in places:
+        dim = unchanged.get((size, step), ())
+        # Windows overlap where another step is shorter than this dimension.
+        overlaps = any(step < new_step < size * step for new_step in new_steps)
+        result.append(fresh(size) if overlaps or not dim else dim)
+    return [tuple(result)]
 
 
-def _columns(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _in_memory_order(source: TensorRef, out: TensorRef, dims: Dims) -> Dims:
+    """Return the dimensions of a dense view of a dense tensor: it is a reshape of both in the order of memory."""
+    before, after = _by_stride(source), _by_stride(out)
+    shape = [out.shape[place] for place in after]
+    reshaped = reshape([dims[place] for place in before], shape)
+    result: list[Dim] = [()] * len(shape)
+    for place, dim in zip(after, reshaped, strict=True):
+        result[place] = dim
+    return tuple(result)
+
+
+def _is_dense(tensor: TensorRef) -> bool:
+    """Return whether a tensor fills the memory from its first element to its last."""
+    last = 0
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        last += (size - 1) * step
+    return last + 1 == tensor.numel
+
+
+def _by_stride(tensor: TensorRef) -> list[int]:
+    """Return the dimensions of a tensor in the order of memory, the outermost first."""
+    places = range(len(tensor.shape))
+    return sorted(places, key=lambda place: (-tensor.stride[place], -tensor.shape[place]))
+
+
+def _columns(op: Op, inputs: Inputs) -> Results:
     """Unfold (im2col) `*batch channels height width -> *batch (channels kernel) positions`."""
     *batch, channels, _, _ = inputs[0]
-    shape = op.output.shape
-    return [(*batch, (*channels, *fresh(shape[-2] // max(op.inputs[0].shape[-3], 1))), fresh(shape[-1]))]
+    *_, rows, positions = op.output.shape
+    count = op.inputs[0].shape[-3]
+    kernel = fresh(rows // max(count, 1))
+    return [(*batch, (*channels, *kernel), fresh(positions))]
 
 
-def _complex(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def _complex(op: Op, inputs: Inputs) -> Results:
     """View complex numbers as pairs of features, or pairs as complex numbers: a pair is an equal piece."""
     dims = inputs[0]
+    rank = len(dims)
     if op.base_name == "view_as_real":
-        return [(*dims, _counter_of(dims[-1], 2) if dims else fresh(2))]
-    return [_without_counter(dims, len(dims) - 2, len(dims) - 1) if len(dims) > 1 else dims[:-1]]
+        pair = _counter_of(dims[-1], 2) if dims else fresh(2)
+        return [(*dims, pair)]
+    if rank < 2:
+        return [dims[:-1]]
+    return [_without_counter(dims, rank - 2, rank - 1)]
 
 
 RULES: dict[str, Rule] = {

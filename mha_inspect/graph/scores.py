@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
-from .axis import Axis, setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
 from .products import Joint, Product, ProductPath, product_of, sides_of
 from .rerun import between
@@ -33,44 +33,102 @@ _ORDERS = {"sort": 1, "topk": 2}
 """Operations that sort numbers, and the position of their dimension argument."""
 
 
-def score_product(graph: Graph, masked: TensorRef, dim: int, module: str) -> ProductPath | None:
+def score_product(
+    graph: Graph,
+    masked: TensorRef,
+    dim: int,
+    module: str,
+) -> ProductPath | None:
     """Return the product that gives the input of a softmax, or another join of queries and keys; None if there is none.
 
     A relative-position term is a product too, but it is gathered on the way or does not depend on the input.
     """
     over = graph.dimensions.along(masked, dim)
-    best: tuple[tuple[bool, bool, bool], ProductPath] | None = None
-    for step in graph.back(masked, lambda op: graph.passes_on(op) or graph.norms_scores(op) or mixes(graph, op, over)):
-        op = graph.recording.producer(step.tensor)
-        product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over, module)
-        if product is not None and _mixes_heads(graph, step.path, product):
-            given = graph.comes_from_inputs(product.left, product.right)
-            gathered = any(passed.does("gathers") for passed in step.path)
-            rank = (product.op.index not in graph.products, gathered, not given)
-            if best is None or rank < best[0]:
-                best = rank, ProductPath(product, step.path[::-1], product.op.output)
-            if not any(rank):
-                break
-    for step in graph.back(masked, lambda op: graph.passes_on(op) or graph.reduces(op)) if over else ():
-        op = graph.recording.producer(step.tensor) if best is None or best[0][0] else None
+    scores = _likeliest_product(graph, masked, over, module)
+    if scores is not None and scores.product.op.index in graph.products:
+        return _through_writes(graph, scores)
+    joint = _joint_behind(graph, masked, over)
+    if joint is not None:
+        return joint
+    return None if scores is None else _through_writes(graph, scores)
+
+
+class _Candidate(NamedTuple):
+    """A product that may give the scores, with the reasons against it; the first reason counts most."""
+
+    reasons: tuple[bool, bool, bool]
+    """Whether it is no product of two activations, is gathered on the way, or does not depend on an input."""
+    scores: ProductPath
+
+
+def _likeliest_product(
+    graph: Graph,
+    masked: TensorRef,
+    over: set[Axis],
+    module: str,
+) -> ProductPath | None:
+    """Return the nearest product behind the input of a softmax with the fewest reasons against it; None without one."""
+
+    def through(op: Op) -> bool:
+        return graph.passes_on(op) or graph.norms_scores(op) or mixes(graph, op, over)
+
+    best: _Candidate | None = None
+    for step in graph.back(masked, through):
+        op = graph.producer(step.tensor)
+        if op is None:
+            continue
+        product = graph.product(op) or _of_learned_query(graph, op, over, module)
+        if product is None or not _mixes_heads(graph, step.path, product):
+            continue
+        reasons = (
+            product.op.index not in graph.products,
+            any(passed.does("gathers") for passed in step.path),
+            not graph.comes_from_inputs(product.left, product.right),
+        )
+        if best is None or reasons < best.reasons:
+            path = step.path[::-1]
+            best = _Candidate(reasons, ProductPath(product, path, product.op.output))
+        if not any(reasons):
+            break
+    return None if best is None else best.scores
+
+
+def _joint_behind(graph: Graph, masked: TensorRef, over: set[Axis]) -> ProductPath | None:
+    """Return the nearest join of queries and keys behind the input of a softmax; None if there is none."""
+    if not over:
+        return None
+
+    def through(op: Op) -> bool:
+        return graph.passes_on(op) or graph.reduces(op)
+
+    for step in graph.back(masked, through):
+        op = graph.producer(step.tensor)
         joint = None if op is None else _joined(graph, op, step.path[::-1], over)
         if joint is not None:
             return joint
-    return None if best is None else best[1]._replace(path=_as_computed(graph, best[1]))
+    return None
 
 
-def _as_computed(graph: Graph, found: ProductPath) -> tuple[Op, ...]:
-    """Return the path from a product, through what is computed from the scores where that is written over them."""
-    path, computed = list[Op](), {found.tensor.storage}
-    for op in found.path:
-        computed |= {op.output.storage} if op.kind == "compute" else set()
+def _through_writes(graph: Graph, scores: ProductPath) -> ProductPath:
+    """Return a path through what is computed from the scores, also where that is written over them."""
+    path: list[Op] = []
+    computed = {scores.tensor.storage}
+    for op in scores.path:
+        if op.kind == "compute":
+            computed.add(op.output.storage)
         if op.base_name == "copy_" and op.inputs[0].storage in computed:
-            path = between(graph.recording, {found.tensor.id}, op.inputs[-1]) or path
+            computing = between(graph.recording, {scores.tensor.id}, op.inputs[-1])
+            path = computing or path
         path.append(op)
-    return tuple(path)
+    return scores._replace(path=tuple(path))
 
 
-def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Product | None:
+def _of_learned_query(
+    graph: Graph,
+    op: Op,
+    over: set[Axis],
+    module: str,
+) -> Product | None:
     """Return a product of keys with a parameter in place of the queries; None for other operations.
 
     The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
@@ -78,17 +136,24 @@ def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Pro
     """
     if not over or (op.base_name not in BATCHED and not inside(module, op.module)):
         return None
-    product = product_of(graph.recording, op)
-    if product is None or op.base_name == "addmm":
+    product = None if op.base_name == "addmm" else product_of(graph.recording, op)
+    if product is None:
         return None
-    keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-    if len(keys) != 1 or not graph.comes_from_inputs(*keys):
+    keys = only_activation(graph, product)
+    if keys is None or not graph.comes_from_inputs(keys):
         return None
-    dims = graph.dimensions.of(keys[0])
+    dims = graph.dimensions.of(keys)
     if product.multiply.does("product"):
         # Without the leading dimensions, which the factors of a batched product have in common.
         dims = dims[-2:]
-    return product if any(over & set(dim) for dim in dims) else None
+    return None if over.isdisjoint(wide(*dims)) else product
+
+
+def only_activation(graph: Graph, product: Product) -> TensorRef | None:
+    """Return the one factor of a product that is no weight; None if both are, or none is."""
+    if graph.is_weight(product.left) == graph.is_weight(product.right):
+        return None
+    return product.right if graph.is_weight(product.left) else product.left
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:
@@ -105,94 +170,189 @@ def mixing_of(graph: Graph, op: Op) -> Mixing | None:
 
 def mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
     """Return whether a projection may mix scores or weights by head: it sums over no axis of the softmax."""
-    mixing = mixing_of(graph, op) if over else None
+    if not over:
+        return False
+    mixing = mixing_of(graph, op)
     if mixing is None:
         return False
     dims = graph.dimensions.of(mixing.source)
-    return over <= {atom for dim in dims for atom in dim} - set(dims[mixing.place])
+    axes = set[Axis]().union(*dims)
+    return over <= axes.difference(dims[mixing.place])
+
+
+def mixings_of(graph: Graph, ops: Iterable[Op]) -> list[Mixing]:
+    """Return the projections among operations as possible mixings of heads, in order."""
+    mixings = []
+    for op in ops:
+        mixing = mixing_of(graph, op)
+        if mixing is not None:
+            mixings.append(mixing)
+    return mixings
 
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
     """Return whether every projection on the way to the softmax sums over heads: batch axes of the scores product."""
-    mixings = [mixing for op in path if (mixing := mixing_of(graph, op)) is not None]
-    heads = set(wide(product.axes(graph.dimensions).batch)) if mixings else set()
-    return all(graph.dimensions.along(mixing.source, mixing.place) <= heads for mixing in mixings)
+    mixings = mixings_of(graph, path)
+    if not mixings:
+        return True
+    heads = set(wide(product.axes(graph.dimensions).batch))
+    for mixing in mixings:
+        summed = graph.dimensions.along(mixing.source, mixing.place)
+        if not summed <= heads:
+            return False
+    return True
 
 
 # -- scores without a dot product -------------------------------------------------------------------------------------
 
 
-def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> ProductPath | None:
+def _joined(
+    graph: Graph,
+    op: Op,
+    path: tuple[Op, ...],
+    over: set[Axis],
+) -> ProductPath | None:
     """Return the scores of queries and keys that this operation joins, and the path to the softmax; else None."""
-    name = "distance" if op.does("distances") else op.base_name.rstrip("_")
-    if name not in _LAYERS or len(op.inputs) != 2 or not graph.comes_from_inputs(*op.inputs):
+    name = "distance" if op.does("distances") else plain_name(op)
+    if name not in _LAYERS or len(op.inputs) != 2:
         return None
-    ends = [place for place, passed in enumerate(path) if graph.reduces(passed)]
-    bent = name == "distance" or any(graph.bends(passed) for passed in path)
-    if len(ends) > _LAYERS[name] or (name == "cat" and not ends) or not bent:
+    if not graph.comes_from_inputs(*op.inputs):
         return None
-    count = ends[-1] + 1 if ends else 0
-    while 0 < count < len(path) and path[count].call == path[ends[-1]].call:
-        count += 1  # the bias
-    keys = [(left, right) for out, left, right in sides_of(graph.dimensions, op) if set(out) & over]
-    if {(bool(left), bool(right)) for left, right in keys} not in ({(True, False)}, {(False, True)}):
+    count = _count_to_scores(graph, name, path)
+    if count is None:
         return None
-    if _is_statistic(graph, op.inputs[bool(keys[0][0])], {atom for pair in keys for dim in pair for atom in dim}):
+    keys = _Keys.of(graph, op, over)
+    if keys is None:
         return None
-    left, right = (
-        graph.before(graph.before_repeats(factor), lambda laid: laid.does("broadcasts") and _keeps_sizes(laid))
-        for factor in op.inputs
+    left, right = op.inputs
+    if _is_statistic(graph, right if keys.are_left else left, keys.axes):
+        return None
+    joint = Joint(
+        op=path[count - 1] if count else op,
+        multiply=op,
+        left=_before_broadcast(graph, left),
+        right=_before_broadcast(graph, right),
+        between=path[:count],
     )
-    joint = Joint(path[count - 1] if count else op, op, left, right, path[:count])
     return ProductPath(joint, path[count:], joint.op.output)
+
+
+def _count_to_scores(graph: Graph, name: str, path: tuple[Op, ...]) -> int | None:
+    """Return how many operations lead from a join to the scores: up to the last reduction, and its bias.
+
+    None if the join gives no scores: without a nonlinear function, or with more reductions than this kind of join has.
+    """
+    if name != "distance" and not any(map(graph.bends, path)):
+        return None
+    ends = [place for place, op in enumerate(path) if graph.reduces(op)]
+    if len(ends) > _LAYERS[name]:
+        return None
+    if not ends:
+        return None if name == "cat" else 0
+    last = path[ends[-1]]
+    count = ends[-1] + 1
+    while count < len(path) and path[count].call == last.call:
+        count += 1
+    return count
+
+
+class _Keys(NamedTuple):
+    """The keys of a join of queries and keys."""
+
+    are_left: bool
+    """Whether they are its left factor."""
+    axes: set[Axis]
+    """The axes of the softmax in that factor."""
+
+    @classmethod
+    def of(cls, graph: Graph, op: Op, over: set[Axis]) -> _Keys | None:
+        """Return the factor that has the axes of the softmax; None if both have, or none."""
+        left: set[Axis] = set()
+        right: set[Axis] = set()
+        for side in sides_of(graph.dimensions, op):
+            if over.isdisjoint(side.whole):
+                continue
+            if bool(side.left) == bool(side.right):
+                return None
+            left.update(side.left)
+            right.update(side.right)
+        if bool(left) == bool(right):
+            return None
+        return cls(bool(left), left | right)
+
+
+def _before_broadcast(graph: Graph, factor: TensorRef) -> TensorRef:
+    """Return a factor of a join before it was repeated, and before dimensions of size one were added to it."""
+    once = graph.before_repeats(factor)
+    return graph.before(once, lambda op: op.does("broadcasts") and _keeps_sizes(op))
 
 
 def further_term(graph: Graph, scored: Joint, op: Op) -> TensorRef | None:
     """Return what an operation adds to joined queries and keys that depends on the inputs too; None if nothing."""
-    made = made_of({scored.multiply.output.id}, scored.between)
-    others = [tensor for tensor in op.inputs if tensor.id not in made and graph.comes_from_inputs(tensor)]
-    return others[0] if op.base_name.rstrip("_") == "add" and len(others) == 1 < len(op.inputs) else None
+    if plain_name(op) != "add" or len(op.inputs) < 2:
+        return None
+    joined = made_of({scored.multiply.output.id}, scored.between)
+    terms = []
+    for tensor in op.inputs:
+        if tensor.id not in joined and graph.comes_from_inputs(tensor):
+            terms.append(tensor)
+    return terms[0] if len(terms) == 1 else None
 
 
 def with_keys_of(graph: Graph, scored: Product, values: TensorRef) -> Product:
     """Return scores whose keys are the term that is made of what the values are made of, if several terms are added."""
-    made_of_values = _origins(graph, values)
     if not isinstance(scored, Joint):
         return scored
-    for term in (further_term(graph, scored, op) for op in scored.between):
-        if term is not None and _origins(graph, term) & made_of_values:
-            is_other = [
-                factor.shape == term.shape and not _origins(graph, factor) & made_of_values
-                for factor in (scored.left, scored.right)
-            ]
-            if any(is_other):
-                return replace(scored, left=term) if is_other[0] else replace(scored, right=term)
+    of_values = _origins(graph, values)
+
+    def is_behind_values(tensor: TensorRef) -> bool:
+        return not of_values.isdisjoint(_origins(graph, tensor))
+
+    for op in scored.between:
+        term = further_term(graph, scored, op)
+        if term is None or not is_behind_values(term):
+            continue
+        if scored.left.shape == term.shape and not is_behind_values(scored.left):
+            return replace(scored, left=term)
+        if scored.right.shape == term.shape and not is_behind_values(scored.right):
+            return replace(scored, right=term)
     return scored
 
 
 def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
     """Return the ids of a tensor before it was moved, and of what its projection reads."""
     origin = graph.before_moves(tensor)
-    op = graph.recording.producer(origin)
-    projected = {graph.before_moves(graph.projected(op)).id} if op is not None and graph.is_projection(op) else set()
-    return {origin.id, *projected}
+    op = graph.producer(origin)
+    if op is None or not graph.is_projection(op):
+        return {origin.id}
+    return {origin.id, graph.before_moves(graph.projected(op)).id}
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
     """Return whether this is a statistic of the keys, e.g. the mean in a norm, or the sorted keys."""
-    op = graph.recording.producer(graph.before_moves(query))
+    op = graph.producer(graph.before_moves(query))
     if op is None or not op.inputs:
         return False
-    places: tuple[int, ...] = reduced_places(op) if axes_rule(op.base_name) == "reduce" else ()
-    if op.base_name in _ORDERS:
-        places = (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
     dims = graph.dimensions.of(op.inputs[0])
-    return bool(dims) and any(keys & set(dims[place]) for place in places)
+    if not dims:
+        return False
+    return any(not keys.isdisjoint(dims[place]) for place in _places_of_statistic(op))
+
+
+def _places_of_statistic(op: Op) -> tuple[int, ...]:
+    """Return the dimensions that an operation reduces or sorts; none for other operations."""
+    if op.base_name in _ORDERS:
+        return (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
+    return reduced_places(op) if axes_rule(op.base_name) == "reduce" else ()
 
 
 def _keeps_sizes(op: Op) -> bool:
     """Return whether input and output have the same sizes, apart from sizes of 1."""
-    return [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
+    return _sizes_above_one(op.inputs[0]) == _sizes_above_one(op.output)
+
+
+def _sizes_above_one(tensor: TensorRef) -> list[int]:
+    return [size for size in tensor.shape if size != 1]
 
 
 # -- factors ----------------------------------------------------------------------------------------------------------
@@ -202,8 +362,11 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
     """Return whether this only rearranges a factor for the product: in the same call, or to broadcast it."""
     if not graph.moves(op):
         return False
-    broadcast = product.multiply is not product.op and op.does("broadcasts")
-    return op.call == product.multiply.call or (broadcast and (op.base_name == "expand" or _keeps_sizes(op)))
+    if op.call == product.multiply.call:
+        return True
+    if product.multiply is product.op or not op.does("broadcasts"):
+        return False
+    return op.base_name == "expand" or _keeps_sizes(op)
 
 
 def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
@@ -245,87 +408,193 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
+def read_scoring(
+    graph: Graph,
+    scored: Product,
+    path: tuple[Op, ...],
+    softmax_input: TensorRef,
+    dim: int,
+) -> Scoring:
     """Read the steps of `path`, the operations from the product to the softmax over `dim`, in the order of the run.
 
     In `softmax(c · tanh(q·kᵀ · s / c) + mask)` the scores are `q·kᵀ · s`, and the steps are a `scale` of 1 / c, `tanh`,
     a `scale` of c, and `add`.
     """
-    product = scored.op
-    scores = tensor = before_scale = product.output
-    scale: float | None = float(product.kwargs.get("alpha", 1))
-    last_scale = scale
-    late_scales: list[float | None] = []
-    masks: list[Op] = []
-    mixed: list[Mixing] = []
-    steps: list[tuple[str, float | None]] = []
-    # A slice of the scores that is masked and written back is not the scores.
-    smallest = min(product.output.numel, softmax_input.numel)
+    over = graph.dimensions.along(softmax_input, dim)
+    reader = _ScoringReader(graph, scored.op, softmax_input, over)
+    for op, next_op in zip(path, [*path[1:], None], strict=False):
+        result = _output_read_by(next_op, op, softmax_input)
+        if reader.appends_sinks(op, result):
+            return reader.before_sinks(op)
+        reader.take(op, result)
+    return reader.scoring(softmax_input)
 
-    def result(masked: TensorRef, sinks: Op | None = None) -> Scoring:
-        return Scoring(scores, masked, scale, multiply(late_scales), masks, mixed, steps, sinks)
 
-    for op, reader in zip(path, [*path[1:], None], strict=False):
-        made = _read_by(op, reader, softmax_input)
-        name = op.base_name.rstrip("_")
-        is_plain = not masks and not steps
-        if name == "cat" or (name == "constant_pad_nd" and made.id == softmax_input.id):
-            return result(scores if is_plain else tensor, op)
+class _ScoringReader:
+    """Collects the steps from the product of queries and keys to the softmax, one operation after another."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        product: Op,
+        softmax_input: TensorRef,
+        over: set[Axis],
+    ) -> None:
+        self._graph = graph
+        self._product = product
+        self._softmax_input = softmax_input
+        self._over = over
+        """The axes of the softmax."""
+        # A slice of the scores that is masked and written back is not the scores.
+        self._smallest = min(product.output.numel, softmax_input.numel)
+        self._tensor = product.output
+        """The result of the last step."""
+        self._scores = product.output
+        self._before_scale = product.output
+        """The scores before the last scale."""
+        self._scale: float | None = float(product.kwargs.get("alpha", 1))
+        self._last_scale: float | None = self._scale
+        self._late_scales: list[float | None] = []
+        self._masks: list[Op] = []
+        self._mixed: list[Mixing] = []
+        self._steps: list[tuple[str, float | None]] = []
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the scores were only moved and scaled so far."""
+        return not self._masks and not self._steps
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def scoring(self, masked: TensorRef, sinks: Op | None = None) -> Scoring:
+        """Return the steps so far."""
+        return Scoring(
+            scores=self._scores,
+            masked=masked,
+            scale=self._scale,
+            late_scale=multiply(self._late_scales),
+            masks=self._masks,
+            mixed=self._mixed,
+            steps=self._steps,
+            sinks=sinks,
+        )
+
+    def appends_sinks(self, op: Op, result: TensorRef) -> bool:
+        """Return whether an operation appends sinks to the scores."""
+        name = plain_name(op)
+        return name == "cat" or (name == "constant_pad_nd" and result.id == self._softmax_input.id)
+
+    def before_sinks(self, op: Op) -> Scoring:
+        """Return the steps up to the operation that appends sinks."""
+        return self.scoring(self._scores if self._is_plain else self._tensor, op)
+
+    # -- one operation ------------------------------------------------------------------------------------------------
+
+    def take(self, op: Op, result: TensorRef) -> None:
+        """Take an operation on the way from the scores to the softmax, and its result."""
+        self._take(op, result)
+        self._tensor = result
+
+    def _take(self, op: Op, result: TensorRef) -> None:
+        graph, name = self._graph, plain_name(op)
         mixing = mixing_of(graph, op)
         if mixing is not None:
-            # The permutation of heads for the mixing projection is no part of the scores.
-            scores = _unmoved(graph, scores, product) if is_plain else scores
-            mixed.append(mixing)
-            steps.append(("mixed", None))
-        elif graph.is_scale(op) and is_plain:
-            before_scale, last_scale = tensor, graph.scale_of(op)
-            scale, scores = multiply((scale, last_scale)), made
-        elif graph.is_scale(op) or name == "neg":
-            number = -1.0 if name == "neg" else graph.scale_of(op)
-            late_scales.append(number)
-            steps.append(("scale", number))
-        elif is_shift(graph.recording, op):
-            # A number subtracted from every score of a row changes no weight. Along another axis it normalises the
-            # scores.
-            shifted = {atom for dims in graph.dimensions.of(op.inputs[1]) for atom in dims}
-            if graph.dimensions.along(softmax_input, dim) & shifted:
-                steps.append(("log_softmax", None))
-        elif statistic := statistic_step(graph, op, product.output):
-            scores = _unmoved(graph, scores, product) if is_plain else scores
-            if op.does("scales"):
-                late_scales.append(None)
-            steps.append((statistic, None))
-        elif adds_mask(op) and not (op.base_name == "copy_" and op.inputs[-1].id == tensor.id):
-            if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
-                late_scales.append(-1.0)
-                steps.append(("scale", -1.0))
-            masks.append(op)
-            steps.append(("fill" if op.does("fills") else "add", None))
-        elif graph.norms_scores(op):
-            # A permutation for the norm is no part of the scores, and what follows no longer multiplies q·kᵀ.
-            scores = _unmoved(graph, scores, product) if is_plain else scores
-            late_scales.append(None)
-            steps.append((graph.norm_name(op), None))
-        elif op.does("bends"):
-            if name == "tanh" and is_plain and last_scale and scale is not None and scores.id == tensor.id:
-                scale, scores = scale / last_scale, before_scale
-                late_scales.append(last_scale)
-                steps.append(("scale", last_scale))
-            steps.append((name, None))
-        elif op.does("scales"):  # a number for each head, or a mask
-            factor = min(op.inputs, key=lambda read: read.numel)
-            if any(size > 1 for size in factor.shape[-2:]):
-                masks.append(op)
-                steps.append(("times", None))
-            elif is_plain:
-                scale, scores = None, made
-            else:
-                late_scales.append(None)
-                steps.append(("scale", None))
-        elif is_plain and name != "_to_copy" and made.numel >= smallest:
-            scores = made
-        tensor = made
-    return result(softmax_input)
+            return self._mix(mixing)
+        if name == "neg":
+            return self._scale_late(-1.0)
+        if graph.is_scale(op):
+            return self._multiply(graph.scale_of(op), result)
+        if is_shift(graph.recording, op):
+            return self._shift(op)
+        statistic = statistic_step(graph, op, self._product.output)
+        if statistic:
+            return self._combine(op, statistic)
+        is_written_back = op.base_name == "copy_" and op.inputs[-1].id == self._tensor.id
+        if adds_mask(op) and not is_written_back:
+            return self._mask(op)
+        if graph.norms_scores(op):
+            return self._norm(op)
+        if op.does("bends"):
+            return self._bend(name)
+        if op.does("scales"):
+            return self._multiply_by_tensor(op, result)
+        if self._is_plain and name != "_to_copy" and result.numel >= self._smallest:
+            self._scores = result
+        return None
+
+    def _leave_plain(self) -> None:
+        """Forget a permutation of heads for a norm or a mixing projection: it is no part of the scores."""
+        if self._is_plain:
+            self._scores = _unmoved(self._graph, self._scores, self._product)
+
+    def _mix(self, mixing: Mixing) -> None:
+        self._leave_plain()
+        self._mixed.append(mixing)
+        self._steps.append(("mixed", None))
+
+    def _multiply(self, number: float | None, result: TensorRef) -> None:
+        """Take a multiplication by one number: as a part of the scores if nothing else was done to them yet."""
+        if not self._is_plain:
+            return self._scale_late(number)
+        self._before_scale, self._last_scale = self._tensor, number
+        self._scale = multiply((self._scale, number))
+        self._scores = result
+        return None
+
+    def _scale_late(self, number: float | None) -> None:
+        self._late_scales.append(number)
+        self._steps.append(("scale", number))
+
+    def _shift(self, op: Op) -> None:
+        """Take a number that is subtracted from every score of a row, which changes no weight.
+
+        Along another axis it normalises the scores.
+        """
+        dims = self._graph.dimensions.of(op.inputs[1])
+        shifted = set[Axis]().union(*dims)
+        if not shifted.isdisjoint(self._over):
+            self._steps.append(("log_softmax", None))
+
+    def _combine(self, op: Op, statistic: str) -> None:
+        """Take a statistic of the scores that is combined with them: `- mean`, `/ std`."""
+        self._leave_plain()
+        if op.does("scales"):
+            self._late_scales.append(None)
+        self._steps.append((statistic, None))
+
+    def _mask(self, op: Op) -> None:
+        is_subtracted = plain_name(op) == "sub" and op.inputs[1].id == self._tensor.id
+        if is_subtracted and op.inputs[0].id != self._tensor.id:
+            self._scale_late(-1.0)
+        self._masks.append(op)
+        self._steps.append(("fill" if op.does("fills") else "add", None))
+
+    def _norm(self, op: Op) -> None:
+        """Take a norm of the scores: what follows no longer multiplies q·kᵀ."""
+        self._leave_plain()
+        self._late_scales.append(None)
+        self._steps.append((self._graph.norm_name(op), None))
+
+    def _bend(self, name: str) -> None:
+        """Take a nonlinear function; the scale just before a tanh belongs to the soft cap."""
+        is_scaled = self._scores.id == self._tensor.id
+        if name == "tanh" and self._is_plain and is_scaled and self._last_scale and self._scale is not None:
+            self._scale /= self._last_scale
+            self._scores = self._before_scale
+            self._scale_late(self._last_scale)
+        self._steps.append((name, None))
+
+    def _multiply_by_tensor(self, op: Op, result: TensorRef) -> None:
+        """Take a multiplication by a number for each head, or by a mask."""
+        factor = min(op.inputs, key=lambda read: read.numel)
+        if any(size > 1 for size in factor.shape[-2:]):
+            self._masks.append(op)
+            self._steps.append(("times", None))
+        elif self._is_plain:
+            self._scale = None
+            self._scores = result
+        else:
+            self._scale_late(None)
 
 
 def _unmoved(graph: Graph, scores: TensorRef, product: Op) -> TensorRef:
@@ -334,13 +603,19 @@ def _unmoved(graph: Graph, scores: TensorRef, product: Op) -> TensorRef:
     return graph.after_call(product) if plain.id == product.output.id else plain
 
 
-def _read_by(op: Op, reader: Op | None, softmax_input: TensorRef) -> TensorRef:
+def _output_read_by(reader: Op | None, op: Op, softmax_input: TensorRef) -> TensorRef:
     """Return the output of an operation that the next one reads, or else the softmax: a split gives several pieces."""
     read = (softmax_input,) if reader is None else reader.inputs
-    return next((made for made in op.outputs if made in read), op.output)
+    for output in op.outputs:
+        if output in read:
+            return output
+    return op.output
 
 
 def adds_mask(op: Op) -> bool:
     """Return whether this adds or fills in something that the scores do not depend on."""
-    name = op.base_name.rstrip("_")
-    return op.does("fills") or (name in ("add", "sub") and sum(bool(t.shape) for t in op.inputs) > 1)
+    if op.does("fills"):
+        return True
+    if plain_name(op) not in ("add", "sub"):
+        return False
+    return sum(bool(tensor.shape) for tensor in op.inputs) > 1

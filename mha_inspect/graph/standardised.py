@@ -9,6 +9,7 @@ The mean and the deviation are computed from the scores, so they are no bias and
 from __future__ import annotations
 
 from ..record.ops import Op, TensorRef
+from .axis import plain_name
 from .dataflow import Graph
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
@@ -37,17 +38,20 @@ def statistic_step(graph: Graph, op: Op, scores: TensorRef) -> str:
         op: an operation on the way from the scores to the softmax.
         scores: the result of the product of queries and keys.
     """
-    name = op.base_name.rstrip("_")
+    name = plain_name(op)
     if name not in _SIGNS or len(op.inputs) != 2:
         return ""
     operand = graph.before_repeats(op.inputs[1])
     if operand.numel >= op.output.numel:
         return ""
-    path = _path_from(graph, scores, operand)
-    statistics = {_statistic_of(*step) for step in path} - {""}
+    names = []
+    statistics = set()
+    for passed, output in _path_from(graph, scores, operand):
+        names.append(plain_name(passed))
+        statistics.add(_statistic_of(passed, output))
+    statistics.discard("")
     if not statistics:
         return ""
-    names = [passed.base_name.rstrip("_") for passed, _ in path]
     sign = _SIGNS[name]
     if names.count("rsqrt") + names.count("reciprocal") == 1:
         sign = _INVERSES.get(sign, sign)
@@ -71,15 +75,23 @@ def _combined(statistics: set[str], *, has_root: bool) -> str:
     return _OF_SQUARES.get(statistic, statistic) if has_root else statistic
 
 
-def _path_from(graph: Graph, scores: TensorRef, tensor: TensorRef) -> list[tuple[Op, TensorRef]]:
+def _path_from(
+    graph: Graph,
+    scores: TensorRef,
+    tensor: TensorRef,
+) -> list[tuple[Op, TensorRef]]:
     """Return the operations between the scores and a tensor, without products, each with the output that is read.
 
     Empty if the tensor does not depend on the scores.
     """
     steps: list[tuple[Op, TensorRef]] = []
     depends = False
-    for step in graph.back(tensor, lambda op: not op.does("product") and op.index not in graph.softmaxes):
-        op = graph.recording.producer(step.tensor)
+
+    def through(op: Op) -> bool:
+        return not op.does("product") and op.index not in graph.softmaxes
+
+    for step in graph.back(tensor, through):
+        op = graph.producer(step.tensor)
         if step.tensor.id == scores.id:
             depends = True
         elif op is not None:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention
+from .axis import plain_name
 from .dataflow import Graph, made_of
+from .ids import in_order
 
 
 def with_summed_output(graph: Graph, attention: Attention) -> Attention:
@@ -27,9 +29,10 @@ def with_summed_output(graph: Graph, attention: Attention) -> Attention:
     sum_of_terms = _sum_of(graph, terms)
     if sum_of_terms is None:
         return attention
-    stages = {name: tensor for name, tensor in attention.stages.items() if name not in ("concat", "output")}
-    if len(terms) == 1 and "concat" in attention.stages:
-        stages["concat"] = attention.stages["concat"]
+    stages = dict(attention.stages)
+    stages.pop("output", None)
+    if len(terms) > 1:
+        stages.pop("concat", None)
     if not sum_of_terms.has_others:
         stages["output"] = _with_bias(graph, sum_of_terms.result)
     return replace(attention, stages=stages, summed=tuple(terms) if len(terms) > 1 else ())
@@ -48,7 +51,7 @@ def _projections_of(graph: Graph, context: TensorRef, first: Op) -> list[Op]:
     for op, _ in graph.forward(context, graph.moves):
         if graph.is_projection(op) and op.output.shape == first.output.shape:
             terms[op.index] = op
-    return [terms[index] for index in sorted(terms)]
+    return in_order(terms)
 
 
 def _sum_of(graph: Graph, terms: list[Op]) -> _Sum | None:
@@ -56,37 +59,54 @@ def _sum_of(graph: Graph, terms: list[Op]) -> _Sum | None:
 
     One projection of all heads, as a product for each, is summed over the heads.
     """
-    ops = [op for op in graph.recording.ops if op.index > terms[0].index and _adds(graph, op)]
-    made_from = [made_of({op.output.id}, ops) for op in terms]
-    made_from_any = set[int]().union(*made_from)
-    has_others, is_joined = False, len(terms) == 1
+    later = graph.recording.ops[terms[0].index + 1 :]
+    ops = [op for op in later if _adds(graph, op)]
+    of_terms = [made_of({op.output.id}, ops) for op in terms]
+    of_any = set.union(*of_terms)
+    of_all = set.intersection(*of_terms)
+    has_others = False
+    is_joined = len(terms) == 1
     for op in ops:
-        others = [tensor for tensor in op.inputs if tensor.id not in made_from_any]
+        others = [tensor for tensor in op.inputs if tensor.id not in of_any]
         if len(others) == len(op.inputs):
             continue
-        if op.base_name.rstrip("_") == "add":
-            has_others |= any(graph.comes_from_inputs(tensor) and not _is_zeros(graph, tensor) for tensor in others)
-        if not all(op.output.id in made for made in made_from):
+        is_addition = plain_name(op) == "add"
+        if is_addition and any(_is_activation(graph, tensor) for tensor in others):
+            has_others = True
+        if op.output.id not in of_all:
             continue
-        is_joined |= op.does("joins")
-        if op.base_name == "sum" if is_joined else op.base_name.rstrip("_") == "add":
+        is_joined = is_joined or op.does("joins")
+        if is_joined:
+            is_addition = op.base_name == "sum"
+        if is_addition:
             return _Sum(op.output, has_others)
     return None
 
 
+def _is_activation(graph: Graph, tensor: TensorRef) -> bool:
+    """Return whether a tensor depends on an input, and is not a new tensor of zeros."""
+    return graph.comes_from_inputs(tensor) and not _is_zeros(graph, tensor)
+
+
 def _is_zeros(graph: Graph, tensor: TensorRef) -> bool:
     """Return whether this is a new tensor of zeros, to which the terms are added in place."""
-    op = graph.recording.producer(graph.before_moves(tensor))
+    op = graph.producer(graph.before_moves(tensor))
     return op is not None and op.base_name in ("zeros", "zeros_like", "new_zeros", "zero_")
 
 
 def _adds(graph: Graph, op: Op) -> bool:
     """Return whether a sum passes through this: it moves, joins or adds tensors."""
-    return graph.moves(op) or op.does("joins") or op.base_name.rstrip("_") in ("add", "sum")
+    if plain_name(op) in ("add", "sum"):
+        return True
+    return graph.moves(op) or op.does("joins")
 
 
 def _with_bias(graph: Graph, added: TensorRef) -> TensorRef:
     """Return a sum with the bias that is added to it, if there is one."""
-    with_bias = graph.after(added, lambda reader: True, lambda reader: graph.moves(reader) or graph.adds_bias(reader))
-    op = graph.recording.producer(with_bias)
+
+    def through(reader: Op) -> bool:
+        return graph.moves(reader) or graph.adds_bias(reader)
+
+    with_bias = graph.after(added, lambda reader: True, through)
+    op = graph.producer(with_bias)
     return with_bias if op is not None and graph.adds_bias(op) else added

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ..record.ops import Op, TensorRef
 from .attention import Attention
+from .axis import plain_name
 from .dataflow import Graph, made_of
+from .ids import ids_of
 from .replay import region
 from .rerun import Constants
 
@@ -30,29 +34,41 @@ def heads_agree(graph: Graph, turns: Sequence[Attention], constants: Constants) 
 
     Each head may have numbers of its own in its mask or bias: which keys are seen is read from every turn.
     """
-    facts = [
-        (_facts(turn), _sizes(turn), _masking(turn), _biases(graph, turn, constants), _on_the_way(graph, turn))
-        for turn in turns
-    ]
-    return all(each == facts[0] for each in facts)
+    facts = []
+    for turn in turns:
+        facts.append(
+            (
+                _facts(turn),
+                _sizes(turn),
+                _masking(turn),
+                _biases(graph, turn, constants),
+                _on_the_way(graph, turn),
+            )
+        )
+    return _all_equal(facts)
 
 
 def pieces_agree(turns: Sequence[Attention]) -> bool:
     """Return whether all pieces of one attention compute alike. Their scales, sizes and masks may differ."""
-    facts = [_facts(turn)[1:] for turn in turns]
-    return all(each == facts[0] for each in facts)
+    return _all_equal([_facts(turn)[1:] for turn in turns])
+
+
+def _all_equal(facts: Sequence[tuple[object, ...]]) -> bool:
+    return all(of_turn == facts[0] for of_turn in facts)
 
 
 def common_scale(scales: Sequence[float | None]) -> float | None:
     """Return the scale of all pieces; None if they differ, or one is unknown."""
-    known = {_digits(scale) for scale in scales}
-    return scales[0] if len(known) == 1 else None
+    return scales[0] if len(set(map(_digits, scales))) == 1 else None
 
 
 def _facts(turn: Attention) -> tuple[object, ...]:
     """Return what is said about an attention as a whole, apart from its sizes and masks; the scale comes first."""
     scales = turn.scale, turn.scores_scale, *turn.early_scales.values()
-    steps = [(kind, _digits(number)) for kind, number in turn.scoring if kind not in _MASKS]
+    steps = []
+    for kind, number in turn.scoring:
+        if kind not in _MASKS:
+            steps.append((kind, _digits(number)))
     return (
         tuple(map(_digits, scales)),
         turn.is_dot,
@@ -60,7 +76,7 @@ def _facts(turn: Attention) -> tuple[object, ...]:
         turn.value_first,
         turn.over_queries,
         turn.softmax_dim - len(turn.softmax.output.shape) if turn.softmax_dim >= 0 else turn.softmax_dim,
-        turn.softmax.base_name.rstrip("_"),
+        plain_name(turn.softmax),
         turn.softmax.kernel is None,
         _names(turn.weighing),
         _names(turn.weights_path),
@@ -84,38 +100,56 @@ def _masking(turn: Attention) -> tuple[object, ...]:
 def _biases(graph: Graph, turn: Attention, constants: Constants) -> list[bool | None]:
     """Return of each tensor that is added to the scores whether it is a bias and no mask; None if unknown."""
     product = turn.score_product.op
-    scores = made_of({product.output.id}, graph.recording.ops[product.index + 1 : turn.softmax.index + 1])
+    ops = graph.recording.ops[product.index + 1 : turn.softmax.index + 1]
+    scores = made_of({product.output.id}, ops)
     biases: list[bool | None] = []
     for op in turn.masks:
         if op.does("fills") or op.index > turn.softmax.index:
             continue
         for tensor in op.inputs:
             if tensor.id not in scores and tensor.numel > 1 and tensor.dtype != "bool":
-                value = constants.value(tensor)
-                biases.append(None if value is None else bool(((value != 0) & (value > _HIDDEN)).any()))
+                biases.append(_is_bias(constants.value(tensor)))
     return biases
+
+
+def _is_bias(value: Tensor | None) -> bool | None:
+    """Return whether numbers that are added to scores do more than mask keys out; None for unknown numbers."""
+    if value is None:
+        return None
+    return bool(((value != 0) & (value > _HIDDEN)).any())
 
 
 def _sizes(turn: Attention) -> dict[str, tuple[int, ...]]:
     """Return the shape of each stage that a turn has of its own."""
-    return {name: tensor.shape for name, tensor in turn.stages.items() if name not in _OF_ALL}
+    sizes = {}
+    for name, tensor in turn.stages.items():
+        if name not in _OF_ALL:
+            sizes[name] = tensor.shape
+    return sizes
 
 
 def _on_the_way(graph: Graph, turn: Attention) -> tuple[object, ...]:
     """Return the names of the operations that compute heads: the projections, and what follows, e.g. a norm."""
     ways: list[object] = []
     for side in ("query", "key", "value"):
-        projections = (*turn.earlier.get(side, ()), *filter(None, (turn.projections.get(side),)))
-        ways.append(tuple((op.base_name, graph.has_bias(op)) for op in projections))
-        projected, heads = turn.stages.get(f"{side[0]}_proj"), turn.stages[f"{side[0]}_heads"]
+        projections = list(turn.earlier.get(side, ()))
+        if side in turn.projections:
+            projections.append(turn.projections[side])
+        for op in projections:
+            ways.append((op.base_name, graph.has_bias(op)))
+        letter = side[0]
+        projected = turn.stages.get(f"{letter}_proj")
+        heads = turn.stages[f"{letter}_heads"]
         if projected is not None and projected.id != heads.id:
-            ways.append(_names(region(graph, (projected,), heads).ops))
+            ops = region(graph, (projected,), heads).ops
+            ways.append(_names(ops))
+        ways.append(side)
     return tuple(ways)
 
 
 def _names(ops: Sequence[Op]) -> tuple[str, ...]:
     """Return the names of the operations that compute something, in order."""
-    return tuple(op.base_name.rstrip("_") for op in ops if op.kind == "compute")
+    return tuple(plain_name(op) for op in ops if op.kind == "compute")
 
 
 def _digits(number: float | None) -> str:
@@ -140,16 +174,19 @@ class Joined:
     def has_others(self, joint: Op) -> bool:
         """Return whether what is joined with contexts, and has the shape of one, is no context."""
         contexts = self._contexts.get(place_of_join(joint), [])
-        known, shapes = {context.id for context in contexts}, {context.shape for context in contexts}
-        pieces = self._written(joint) if joint.base_name == "copy_" else list(joint.inputs)
-        return any(piece.id not in known and piece.shape in shapes for piece in pieces)
+        ids = ids_of(contexts)
+        shapes = {context.shape for context in contexts}
+        pieces = self._written(joint) if joint.base_name == "copy_" else joint.inputs
+        return any(piece.id not in ids and piece.shape in shapes for piece in pieces)
 
     def _written(self, joint: Op) -> list[TensorRef]:
         """Return all that is written into slices of the buffer that one context is written into."""
         storage = joint.output.storage
         written = []
         for op in self._graph.recording.ops:
-            if op.base_name == "copy_" and op.output.storage == storage and len(op.inputs) > 1:
+            if op.base_name != "copy_" or len(op.inputs) < 2:
+                continue
+            if op.output.storage == storage:
                 written.append(op.inputs[-1])
         return written
 

@@ -11,7 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..record.ops import Op, TensorRef
+from .axis import plain_name
 from .dataflow import Graph
+from .ids import ids_of, in_order
 from .part import Part, whole
 
 _LONGEST = 600
@@ -54,15 +56,18 @@ class Walk:
         ops: dict[int, Op] = {}
         meetings: dict[tuple[int, int], Meeting] = {}
         projected: set[int] = set()  # ids of tensors that lead to what a projection reads
-        queue: deque[tuple[TensorRef, Part | None]] = deque([(start, whole(start))])
+        queue = deque[tuple[TensorRef, Part | None]]()
+        queue.append((start, whole(start)))
         visited: set[tuple[int, Part | None]] = set()
-        learned = [Meeting(None, start, "learned")] if self.graph.is_weight(start) else []
         while queue and len(ops) < _LONGEST:
             tensor, part = queue.popleft()
-            op = self.graph.recording.producer(tensor)
-            if op is None or (op.index, part) in visited or not self._follows(op, tensor):
+            op = self.graph.producer(tensor)
+            if op is None:
                 continue
-            visited.add((op.index, part))
+            place = op.index, part
+            if place in visited or not self._follows(op, tensor):
+                continue
+            visited.add(place)
             ops[op.index] = op
             if self.graph.is_weight(tensor):
                 queue += [(read, None) for read in op.inputs]
@@ -75,49 +80,66 @@ class Walk:
             if self.graph.is_projection(op):
                 projected.add(self.graph.projected(op).id)
                 behind = self._behind_projection(op)
-                met = self._met_in_projection(op, is_projected=is_projected)
+                applied = self._applied_by_projection(op, is_projected=is_projected)
             else:
                 behind = self._behind(op, tensor)
-                met = [meeting for meeting in self._met(op) if meeting.weight.id in read_ids]
-            followed = {read.id for read in behind}
-            queue += [(read, of_read) for read, of_read in reads if read.id in followed]
-            for meeting in met:
+                applied = [meeting for meeting in self._applied(op) if meeting.weight.id in read_ids]
+            followed = ids_of(behind)
+            for read, of_read in reads:
+                if read.id in followed:
+                    queue.append((read, of_read))
+            for meeting in applied:
                 meetings.setdefault((op.index, meeting.weight.id), meeting)
-        return Way([ops[index] for index in sorted(ops)], [*learned, *meetings.values()])
+        learned = [Meeting(None, start, "learned")] if self.graph.is_weight(start) else []
+        return Way(in_order(ops), [*learned, *meetings.values()])
 
     def _follows(self, op: Op, tensor: TensorRef) -> bool:
         if self.graph.is_weight(tensor):
             return True
-        return op.index > self.since and (tensor.id not in self.stops or op.index in self.ends)
+        is_stop = tensor.id in self.stops and op.index not in self.ends
+        return op.index > self.since and not is_stop
 
     def _behind_projection(self, op: Op) -> list[TensorRef]:
         """Return the inputs of a projection that are followed."""
         projected = self.graph.projected(op)
-        weights = [read for read in op.inputs if read is not projected and self.graph.is_weight(read)]
-        return weights if op.index in self.ends else [projected, *weights]
+        followed = [] if op.index in self.ends else [projected]
+        for read in op.inputs:
+            if read is not projected and self.graph.is_weight(read):
+                followed.append(read)
+        return followed
 
-    def _met_in_projection(self, op: Op, *, is_projected: bool) -> list[Meeting]:
+    def _applied_by_projection(self, op: Op, *, is_projected: bool) -> list[Meeting]:
         """Return the parameters of a projection; those of one before another have one kind."""
-        projected, weight = self.graph.projected(op), self.graph.weight_of(op)
+        projected = self.graph.projected(op)
+        weight = self.graph.weight_of(op)
         meetings = []
         for read in op.inputs:
             if not self.graph.is_weight(read):
                 continue
             if read is projected:
                 meetings.append(Meeting(None, read, "learned"))
+            elif read is weight or is_projected:
+                meetings.append(Meeting(op, read, "before"))
             else:
-                meetings.append(Meeting(op, read, "before" if read is weight or is_projected else "b"))
+                meetings.append(Meeting(op, read, "b"))
         return meetings
 
     def _behind(self, op: Op, tensor: TensorRef) -> list[TensorRef]:
         """Return the inputs of an operation that are followed: no masks, and no number that positions are made of."""
         is_number = op.base_name in ("sum", "mean") and not self.graph.comes_from_inputs(tensor)
-        return [read for read in op.inputs if self.graph.is_weight(read) or not (read.dtype == "bool" or is_number)]
+        followed = []
+        for read in op.inputs:
+            is_mask = read.dtype == "bool"
+            if self.graph.is_weight(read) or not (is_mask or is_number):
+                followed.append(read)
+        return followed
 
-    def _met(self, op: Op) -> list[Meeting]:
+    def _applied(self, op: Op) -> list[Meeting]:
+        """Return the parameters that an operation other than a projection applies."""
         if op.base_name in ("zero_", "fill_"):
             return []
-        return [Meeting(op, read, _kind(op, read)) for read in op.inputs if self.graph.is_weight(read)]
+        weights = filter(self.graph.is_weight, op.inputs)
+        return [Meeting(op, read, _kind(op, read)) for read in weights]
 
 
 _KINDS = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}
@@ -126,7 +148,7 @@ _KINDS = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appende
 
 def _kind(op: Op, parameter: TensorRef) -> str:
     """Return the kind of use of a parameter by an operation other than a projection."""
-    name = op.base_name.rstrip("_")
+    name = plain_name(op)
     if op.does("joins"):
         return "prepended" if name == "cat" and op.inputs[0] is parameter else "appended"
     if op.does("convolution"):  # of each channel by itself

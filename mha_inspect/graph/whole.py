@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
+from .ids import by_id, ids_of, in_order
 from .replay import NotReplayedError, Region, Replay, in_layout, region
 from .rerun import Constants
 
@@ -35,6 +36,10 @@ _EXACT = 1e-6
 _NOTHING = 1e-12
 
 
+_ORDER = ("batch", "token", "heads", "head_dim", "features")
+"""The order of the names of dimensions in `batch token features`."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the dimensions of a tensor are those of `batch token heads head_dim`."""
@@ -42,19 +47,22 @@ class Layout:
     dims: tuple[str, ...]
     """For each dimension `batch`, `token`, `heads`, `head_dim` or `features`."""
 
+    @property
+    def _places(self) -> list[int]:
+        """The dimensions in the order of `batch token heads head_dim`."""
+        places = range(len(self.dims))
+        return sorted(places, key=lambda place: _ORDER.index(self.dims[place]))
+
     def features_last(self, numbers: Tensor) -> Tensor:
         """Return numbers as `batch token features`."""
-        order = ["batch", "token", "heads", "head_dim", "features"]
-        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
-        moved = numbers.permute(places)
+        moved = numbers.permute(self._places)
         if "batch" not in self.dims:
             moved = moved.unsqueeze(0)
         return moved.flatten(2)
 
     def as_given(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
         """Return `batch token features` in the dimensions of the tensor."""
-        order = ["batch", "token", "heads", "head_dim", "features"]
-        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
+        places = self._places
         moved = numbers.reshape([shape[place] for place in places])
         return moved.permute([places.index(place) for place in range(len(places))])
 
@@ -88,13 +96,18 @@ class WholeAttention:
     """The operations that compute it."""
 
 
-def whole_attention(graph: Graph, context: TensorRef, constants: Constants) -> WholeAttention | None:
+def whole_attention(
+    graph: Graph,
+    context: TensorRef,
+    constants: Constants,
+) -> WholeAttention | None:
     """Return the attention that gives a tensor; None if it is no attention, or if that cannot be measured."""
     for operands in _operands(graph, context, constants):
         part = region(graph, operands, context)
         if any(op.does("draws") for op in part.ops):
             continue  # what is dropped in the run is in its numbers
-        if sum(op.output.numel for op in part.ops) * max(operands[0].shape) > _MOST_WORK:
+        numbers = sum(op.output.numel for op in part.ops)
+        if numbers * max(operands[0].shape) > _MOST_WORK:
             continue
         try:
             replay = Replay(graph, part, constants)
@@ -127,8 +140,8 @@ def _operands(graph: Graph, context: TensorRef, constants: Constants) -> list[Tr
     if len(sources) != 3:
         return []
     ways = _Ways(graph, ops, sources)
-    first, second, third = (ways.last_alone(source) for source in sources)
     triples: list[Triple] = []
+    first, second, third = (ways.last_alone(source) for source in sources)
     if first is not None and second is not None and third is not None:
         triples.append((first, second, third))
     first, second, third = (ways.read_once(source) for source in sources)
@@ -143,24 +156,29 @@ def operations_behind(graph: Graph, context: TensorRef) -> list[Op] | None:
     queue = [context]
     while queue:
         tensor = queue.pop()
-        op = graph.recording.producer(tensor)
-        if op is None or op.index in needed or graph.is_projection(op) or not graph.comes_from_inputs(tensor):
+        op = graph.producer(tensor)
+        if op is None or op.index in needed:
+            continue
+        if graph.is_projection(op) or not graph.comes_from_inputs(tensor):
             continue
         needed[op.index] = op
         queue += op.inputs
         if len(needed) > _MOST_OPS:
             return None
-    return [needed[index] for index in sorted(needed)]
+    return in_order(needed)
 
 
 def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[TensorRef]:
     """Return the results of projections, and the inputs, that operations read."""
-    made = {output.id for op in ops for output in op.outputs}
-    made |= {tensor.id for op in ops if op.kind == "write" for tensor in graph.results(op)}
+    results: set[int] = set()
+    for op in ops:
+        results.update(ids_of(op.outputs))
+        if op.kind == "write":
+            results.update(ids_of(graph.results(op)))
     sources: dict[int, TensorRef] = {}
     for op in ops:
         for tensor in op.inputs:
-            if tensor.id in made or not graph.comes_from_inputs(tensor):
+            if tensor.id in results or not graph.comes_from_inputs(tensor):
                 continue
             if constants.value(tensor) is None:
                 sources[tensor.id] = tensor
@@ -169,39 +187,69 @@ def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[Tens
 
 def _sliced(graph: Graph, ops: Sequence[Op], sources: list[TensorRef]) -> list[TensorRef]:
     """Return the slices that packed queries, keys and values are cut into, in the place of the packed ones."""
-    slices: list[TensorRef] = []
     inside = {op.index for op in ops}
+    slices: list[TensorRef] = []
     for source in sources:
-        tensor = source
-        while True:
-            readers = [op for op in graph.recording.consumers.get(tensor.id, ()) if op.index in inside]
-            cutting = [op for op in readers if op.does("cuts") or op.base_name in ("select", "unbind")]
-            if cutting and len(cutting) == len(readers):
-                pieces = {output.id: output for op in cutting for output in op.outputs}
-                slices += pieces.values()
-                break
-            if len(readers) != 1 or not (graph.moves(readers[0]) or graph.adds_bias(readers[0])):
-                slices.append(source)
-                break
-            tensor = readers[0].output
+        slices += _slices_of(graph, source, inside) or [source]
     return slices
+
+
+def _slices_of(graph: Graph, source: TensorRef, inside: set[int]) -> list[TensorRef]:
+    """Return the slices that a tensor is cut into, at most moved and with a bias before; empty if it is not cut."""
+    tensor = source
+    while True:
+        readers = _readers(graph, tensor, inside)
+        if readers and all(map(_cuts, readers)):
+            pieces: dict[int, TensorRef] = {}
+            for op in readers:
+                pieces.update(by_id(op.outputs))
+            return list(pieces.values())
+        if len(readers) != 1:
+            return []
+        reader = readers[0]
+        if not graph.moves(reader) and not graph.adds_bias(reader):
+            return []
+        tensor = reader.output
+
+
+def _readers(graph: Graph, tensor: TensorRef, inside: set[int]) -> list[Op]:
+    """Return the operations with these indices that read a tensor."""
+    return [op for op in graph.readers(tensor) if op.index in inside]
+
+
+def _cuts(op: Op) -> bool:
+    return op.does("cuts") or op.base_name in ("select", "unbind")
 
 
 class _Ways:
     """The operations behind a context, and which sources each of their tensors is computed from."""
 
-    def __init__(self, graph: Graph, ops: Sequence[Op], sources: Sequence[TensorRef]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        ops: Sequence[Op],
+        sources: Sequence[TensorRef],
+    ) -> None:
         self._graph = graph
         self._ops = ops
         self._inside = {op.index for op in ops}
-        self._behind: dict[int, frozenset[int]] = {source.id: frozenset({source.id}) for source in sources}
+        self._behind: dict[int, frozenset[int]] = {}
+        for source in sources:
+            self._behind[source.id] = frozenset({source.id})
         for op in ops:
-            read = frozenset[int]().union(*(self._behind.get(tensor.id, frozenset()) for tensor in op.inputs))
+            read = self._read_by(op)
             for output in op.outputs:
                 self._behind.setdefault(output.id, read)
             if op.kind == "write":
                 for tensor in graph.results(op):
                     self._behind[tensor.id] = read | self._behind.get(tensor.id, frozenset())
+
+    def _read_by(self, op: Op) -> frozenset[int]:
+        """Return the sources that the inputs of an operation are computed from."""
+        read: set[int] = set()
+        for tensor in op.inputs:
+            read |= self._behind.get(tensor.id, frozenset())
+        return frozenset(read)
 
     def last_alone(self, source: TensorRef) -> TensorRef | None:
         """Return the last tensor of one source alone, that all that meets other sources is moved from; else None."""
@@ -235,12 +283,15 @@ class _Ways:
 
     def _reader(self, tensor: TensorRef, alone: frozenset[int]) -> Op | None:
         """Return the one operation that reads a tensor, and nothing of other sources; None if there are several."""
-        readers = [op for op in self._graph.recording.consumers.get(tensor.id, ()) if op.index in self._inside]
-        if len(readers) != 1 or len(readers[0].outputs) != 1:
+        readers = _readers(self._graph, tensor, self._inside)
+        if len(readers) != 1:
             return None
-        output = readers[0].output
-        keeps = output.numel == tensor.numel and output.id != tensor.id
-        return readers[0] if keeps and self._behind.get(output.id) == alone else None
+        reader = readers[0]
+        if len(reader.outputs) != 1:
+            return None
+        output = reader.output
+        keeps_size = output.numel == tensor.numel and output.id != tensor.id
+        return reader if keeps_size and self._behind.get(output.id) == alone else None
 
     def _in_dimensions(self, tensor: TensorRef, alone: frozenset[int]) -> TensorRef:
         """Return a tensor after the view that gives its rows the dimensions of batch and tokens."""
@@ -253,6 +304,59 @@ class _Ways:
 
 
 # -- the measurement --------------------------------------------------------------------------------------------------
+
+
+_LAYOUTS_OF_CONTEXT: dict[int, tuple[Layout, ...]] = {
+    2: (Layout(("token", "features")),),
+    3: (
+        Layout(("batch", "token", "features")),
+        Layout(("token", "batch", "features")),
+        Layout(("heads", "token", "head_dim")),
+    ),
+    4: (Layout(("batch", "heads", "token", "head_dim")), Layout(("batch", "token", "heads", "head_dim"))),
+}
+"""The number of dimensions of a context to the layouts that it may have."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run with drawn operands."""
+
+    drawn: Mapping[int, Tensor]
+    """The id of each operand to its numbers."""
+    answer: Tensor
+    """The context."""
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The operands of an attention, and its context."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    context: Operand
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Drawn queries and keys, and the weights that they give."""
+
+    query: Tensor
+    key: Tensor
+    weights: _Weights
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The formula of the weights."""
+
+    scale: float
+    seen: Tensor
+    """Which query sees which key: `query key`."""
+    bias: Tensor | None
+    """`heads query key` or `query key`; None if there is none."""
+    key_heads: int
 
 
 class _Measurement:
@@ -269,7 +373,7 @@ class _Measurement:
 
     def _laid(self, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the content of sources in the memory layout that they were recorded with."""
-        tensors = {source.id: source for source in self._part.sources}
+        tensors = by_id(self._part.sources)
         return {number: in_layout(value, tensors[number]) for number, value in given.items()}
 
     def _run(self, given: Mapping[int, Tensor]) -> Tensor:
@@ -278,116 +382,122 @@ class _Measurement:
     def attention(self) -> WholeAttention | None:
         """Return the attention; None if it is none."""
         drawn = {source.id: self._draw(source) for source in self._part.sources}
-        answer = self._run(drawn)
-        if not bool(answer.isfinite().all()) or len(answer.shape) not in (2, 3, 4):
+        run = _Run(drawn, self._run(drawn))
+        if not bool(run.answer.isfinite().all()):
             return None
-        values = [source for source in self._part.sources if self._is_value(source, drawn, answer)]
+        if len(run.answer.shape) not in _LAYOUTS_OF_CONTEXT:
+            return None
+        operands = self._operands(run)
+        return None if operands is None else self._fitted(operands)
+
+    def _operands(self, run: _Run) -> _Operands | None:
+        """Return which of the sources is the queries, the keys and the values; None if that is unclear."""
+        values = [source for source in self._part.sources if self._is_value(source, run)]
         if len(values) != 1:
             return None
-        out = self._layout_of_context(values[0], drawn, answer)
+        value = values[0]
+        out = self._layout_of_context(value, run)
         if out is None:
             return None
-        layouts: dict[int, Layout] = {}
+        operands: dict[int, Operand] = {}
         for source in self._part.sources:
-            layout = self._layout(source, drawn, answer, out)
+            layout = self._layout(source, run, out)
             if layout is None:
                 return None
-            layouts[source.id] = layout
-        others = [source for source in self._part.sources if source.id != values[0].id]
-        queries = [source for source in others if self._is_query(source, layouts[source.id], drawn, answer, out)]
+            operands[source.id] = Operand(source, layout)
+        of_values = operands.pop(value.id)
+        queries = [operand for operand in operands.values() if self._is_query(operand, run, out)]
         if len(queries) != 1:
             return None
-        keys = [source for source in others if source.id != queries[0].id]
-        return self._fitted(
-            Operand(queries[0], layouts[queries[0].id]),
-            Operand(keys[0], layouts[keys[0].id]),
-            Operand(values[0], layouts[values[0].id]),
-            Operand(self._context, out),
-        )
+        query = queries[0]
+        del operands[query.tensor.id]
+        key = next(iter(operands.values()))
+        return _Operands(query, key, of_values, Operand(self._context, out))
 
-    def _is_value(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+    def _is_value(self, source: TensorRef, run: _Run) -> bool:
         """Return whether the answer is twice as large when this is twice as large, and else unchanged."""
-        twice = self._run({**drawn, source.id: drawn[source.id] * 2})
-        return _is_near(twice, answer * 2)
+        doubled = run.drawn[source.id] * 2
+        twice = self._run({**run.drawn, source.id: doubled})
+        return _is_near(twice, run.answer * 2)
 
-    def _touched(
-        self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, place: int, index: int
-    ) -> Tensor:
+    def _touched(self, source: TensorRef, run: _Run, place: int, index: int) -> Tensor:
         """Return where the answer changes when one index of a dimension changes."""
-        changed = drawn[source.id].clone()
+        changed = run.drawn[source.id].clone()
         part = changed.select(place, index)
         part.copy_(torch.randn(part.shape, generator=self._generator, dtype=torch.float64))
-        again = self._run({**drawn, source.id: changed})
-        return (again - answer).abs() > _NOTHING
+        again = self._run({**run.drawn, source.id: changed})
+        return (again - run.answer).abs() > _NOTHING
 
-    def _layout_of_context(self, value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> Layout | None:
+    def _layout_of_context(self, value: TensorRef, run: _Run) -> Layout | None:
         """Return the dimensions of the answer, as every answer of an attention in these layouts has them."""
-        layouts: dict[int, list[tuple[str, ...]]] = {
-            2: [("token", "features")],
-            3: [("batch", "token", "features"), ("token", "batch", "features"), ("heads", "token", "head_dim")],
-            4: [("batch", "heads", "token", "head_dim"), ("batch", "token", "heads", "head_dim")],
-        }
-        for dims in layouts[len(answer.shape)]:
-            if self._keeps_apart(dims, value, drawn, answer):
-                return Layout(dims)
+        for layout in _LAYOUTS_OF_CONTEXT[len(run.answer.shape)]:
+            if self._keeps_apart(layout, value, run):
+                return layout
         return None
 
-    def _keeps_apart(self, dims: Sequence[str], value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+    def _keeps_apart(self, layout: Layout, value: TensorRef, run: _Run) -> bool:
         """Return whether items of the batch, and features, of the values reach the answer apart, and tokens do not."""
-        if len(value.shape) != len(dims):
+        if len(value.shape) != len(layout.dims):
             return True
-        for place, name in enumerate(dims):
-            if value.shape[place] != answer.shape[place] or value.shape[place] < 2:
+        for place, name in enumerate(layout.dims):
+            size = value.shape[place]
+            if size != run.answer.shape[place] or size < 2:
                 continue
-            index = 0 if name != "features" and name != "head_dim" else value.shape[place] - 1
-            touched = self._touched(value, drawn, answer, place, index)
-            reached = touched.movedim(place, 0).flatten(1).any(1)
-            if name in ("batch", "heads", "head_dim") and int(reached.sum()) != 1:
+            index = size - 1 if name in ("features", "head_dim") else 0
+            touched = self._touched(value, run, place, index)
+            reached = int(touched.movedim(place, 0).flatten(1).any(1).sum())
+            if name in ("batch", "heads", "head_dim") and reached != 1:
                 return False
-            if name == "token" and int(reached.sum()) < 1:
-                return False
-            if name == "token" and int(reached.sum()) == 1 and index == 0:
+            # The first token reaches other ones too, also where later ones are masked out.
+            if name == "token" and reached < 2:
                 return False
         return True
 
-    def _layout(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout) -> Layout | None:
+    def _layout(self, source: TensorRef, run: _Run, out: Layout) -> Layout | None:
         """Return the dimensions of an operand, by what changes in the answer when the last index of each changes."""
         rank = len(source.shape)
         if rank == 2 and "batch" not in out.dims:
             return Layout(("token", "features"))
         if rank not in (3, 4):
             return None
-        batch = out.dims.index("batch") if "batch" in out.dims else None
         names: list[str] = []
-        is_single = batch is not None and answer.shape[batch] == 1
         for place in range(rank - 1):
-            if is_single and source.shape[place] == 1 and "batch" not in names:
-                names.append("batch")
-                continue
-            touched = self._touched(source, drawn, answer, place, source.shape[place] - 1)
-            items = touched.movedim(batch, 0).flatten(1).any(1) if batch is not None else None
-            of_one_item = items is not None and int(items.sum()) == 1 and len(items) > 1
-            features = out.features_last(touched).flatten(0, 1).any(0)
-            if of_one_item and "batch" not in names:
-                names.append("batch")
-            elif not bool(features.all()) and rank == 4:
-                names.append("heads")
-            else:
-                names.append("token")
+            names.append(self._name_of(source, place, names, run, out))
         names.append("features" if rank == 3 else "head_dim")
         if len(set(names)) != rank or "token" not in names:
             return None
         return Layout(tuple(names))
 
-    def _is_query(
-        self, source: TensorRef, layout: Layout, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout
-    ) -> bool:
+    def _name_of(
+        self,
+        source: TensorRef,
+        place: int,
+        before: Sequence[str],
+        run: _Run,
+        out: Layout,
+    ) -> str:
+        """Return the name of a dimension of an operand, given the names of those before."""
+        may_be_batch = "batch" in out.dims and "batch" not in before
+        items = run.answer.shape[out.dims.index("batch")] if may_be_batch else 0
+        if items == 1 and source.shape[place] == 1:
+            return "batch"
+        touched = self._touched(source, run, place, source.shape[place] - 1)
+        if items > 1:
+            changed = touched.movedim(out.dims.index("batch"), 0).flatten(1).any(1)
+            if int(changed.sum()) == 1:
+                return "batch"
+        features = out.features_last(touched).flatten(0, 1).any(0)
+        is_of_heads = len(source.shape) == 4 and not bool(features.all())
+        return "heads" if is_of_heads else "token"
+
+    def _is_query(self, operand: Operand, run: _Run, out: Layout) -> bool:
         """Return whether each token of an operand changes the answer of that token alone."""
-        place = layout.dims.index("token")
+        source = operand.tensor
+        place = operand.layout.dims.index("token")
         count = source.shape[place]
         is_any = False
         for token in sorted({0, min(1, count - 1), count // 2, count - 1}):
-            touched = out.features_last(self._touched(source, drawn, answer, place, token))
+            touched = out.features_last(self._touched(source, run, place, token))
             reached = touched.any(2).any(0).nonzero().flatten().tolist()
             if reached not in ([], [token]):
                 return False
@@ -396,102 +506,152 @@ class _Measurement:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _fitted(self, query: Operand, key: Operand, value: Operand, context: Operand) -> WholeAttention | None:
+    def _fitted(self, operands: _Operands) -> WholeAttention | None:
+        value = operands.value
         tokens = value.layout.features_last(torch.zeros(value.tensor.shape)).shape[1]
         if tokens > _MOST_TOKENS or tokens < 2:
             return None
-        numbers = [(self._draw(query.tensor), self._draw(key.tensor)) for _ in range(2)]
-        weights = [self._weights(query, key, value, context, *pair) for pair in numbers]
-        if weights[0] is None or weights[1] is None or weights[0].heads != weights[1].heads:
+        numbers = []
+        for _ in range(2):
+            query = self._draw(operands.query.tensor)
+            key = self._draw(operands.key.tensor)
+            numbers.append((query, key))
+        draws = []
+        for query, key in numbers:
+            weights = self._weights(operands, query, key)
+            if weights is None:
+                return None
+            draws.append(_Draw(query, key, weights))
+        heads = draws[0].weights.heads
+        if draws[1].weights.heads != heads:
             return None
         for unit in (False, True):
-            fit = self._fit(query, key, numbers, [weights[0], weights[1]], unit=unit)
-            if fit is not None:
-                scale, seen, bias, key_heads = fit
-                return WholeAttention(
-                    query=query,
-                    key=key,
-                    value=value,
-                    context=context,
-                    heads=weights[0].heads,
-                    key_heads=key_heads,
-                    scale=scale,
-                    unit=unit,
-                    seen=None if bool(seen.all()) else seen,
-                    bias=bias,
-                    ops=self._part.ops,
-                )
+            fit = _fit(operands, draws, unit=unit)
+            if fit is None:
+                continue
+            return WholeAttention(
+                query=operands.query,
+                key=operands.key,
+                value=value,
+                context=operands.context,
+                heads=heads,
+                key_heads=fit.key_heads,
+                scale=fit.scale,
+                unit=unit,
+                seen=None if bool(fit.seen.all()) else fit.seen,
+                bias=fit.bias,
+                ops=self._part.ops,
+            )
         return None
 
     def _weights(
-        self, query: Operand, key: Operand, value: Operand, context: Operand, q: Tensor, k: Tensor
+        self,
+        operands: _Operands,
+        query: Tensor,
+        key: Tensor,
     ) -> _Weights | None:
         """Return the weights of each token: the answers to values that are zero but for that token."""
-        shape = value.layout.features_last(torch.zeros(value.tensor.shape)).shape
-        unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
+        value = operands.value
         nothing = torch.zeros(value.tensor.shape, dtype=torch.float64)
-        given = {query.tensor.id: q, key.tensor.id: k, value.tensor.id: nothing}
+        batch, tokens, features = value.layout.features_last(nothing).shape
+        unit = 1 + torch.rand(features, generator=self._generator, dtype=torch.float64)
+        given = {
+            operands.query.tensor.id: query,
+            operands.key.tensor.id: key,
+            value.tensor.id: nothing,
+        }
         content = self._replay.run(self._laid(given))
         columns = []
-        for token in range(shape[1]):
-            numbers = torch.zeros(shape, dtype=torch.float64)
+        for token in range(tokens):
+            numbers = torch.zeros(batch, tokens, features, dtype=torch.float64)
             numbers[:, token] = unit
             alone = in_layout(value.layout.as_given(numbers, value.tensor.shape), value.tensor)
-            answer = self._replay.run_again(content, value.tensor, alone)[self._context.id]
-            answer = context.layout.features_last(answer)
-            if answer.shape[2] != shape[2] or answer.shape[0] != shape[0]:
+            content_of_token = self._replay.run_again(content, value.tensor, alone)
+            answer = operands.context.layout.features_last(content_of_token[self._context.id])
+            if answer.shape[0] != batch or answer.shape[2] != features:
                 return None
             columns.append(answer / unit)
         by_feature = torch.stack(columns, -1).permute(0, 2, 1, 3)  # batch features query key
-        if not _is_near(by_feature.sum(-1), torch.ones_like(by_feature[..., 0])):
-            return None
-        return _heads_of(by_feature)
+        sums = by_feature.sum(-1)
+        return _heads_of(by_feature) if _is_near(sums, torch.ones_like(sums)) else None
 
-    def _fit(
-        self,
-        query: Operand,
-        key: Operand,
-        numbers: Sequence[tuple[Tensor, Tensor]],
-        weights: Sequence[_Weights],
-        *,
-        unit: bool,
-    ) -> tuple[float, Tensor, Tensor | None, int] | None:
-        """Return the scale, who sees whom, the bias, and the heads of the keys; None if no scale and bias fit."""
-        heads = weights[0].heads
-        products = []
-        for q, k in numbers:
-            queries = split(query.layout.features_last(q), heads)
-            size = queries.shape[-1]
-            keys = key.layout.features_last(k)
-            if keys.shape[2] % size or heads % (keys.shape[2] // size):
-                return None
-            by_head = split(keys, keys.shape[2] // size)
-            if unit:
-                queries, by_head = (x / x.norm(dim=-1, keepdim=True) for x in (queries, by_head))
-            key_heads = by_head.shape[1]
-            products.append(queries @ by_head.repeat_interleave(heads // key_heads, 1).transpose(-1, -2))
-        logs = [each.by_head.log() for each in weights]
-        seen = logs[0].isfinite() & (weights[0].by_head > _NOTHING)
-        if not torch.equal(seen, logs[1].isfinite() & (weights[1].by_head > _NOTHING)):
+
+def _fit(operands: _Operands, draws: Sequence[_Draw], *, unit: bool) -> _Fit | None:
+    """Return the scale, who sees whom, the bias, and the heads of the keys; None if no scale and bias fit."""
+    products = []
+    for draw in draws:
+        product = _product(operands, draw, unit=unit)
+        if product is None:
             return None
-        pattern = seen[0, 0]
-        if not bool((seen == pattern).all()):
-            return None
-        difference = _centred(logs[1] - logs[0], seen)
-        given = _centred(products[1] - products[0], seen)
-        scale = float(f"{float((difference * given).sum() / (given * given).sum().clamp(min=_NOTHING)):.9g}")
-        if float((difference - scale * given).abs().max()) > _EXACT or not scale:
-            return None
-        rests = [
-            _centred(log, seen) - scale * _centred(product, seen) for log, product in zip(logs, products, strict=True)
-        ]
-        if not _is_near(rests[0], rests[1], _EXACT) or not _is_near(rests[0], rests[0][:1].expand_as(rests[0]), _EXACT):
-            return None
-        rest = rests[0][0]
-        if float(rest.abs().max()) <= _EXACT:
-            return scale, pattern, None, key_heads
-        same = _is_near(rest, rest[:1].expand_as(rest), _EXACT)
-        return scale, pattern, rest[0] if same else rest, key_heads
+        products.append(product)
+    first, second = draws
+    seen = _seen(first.weights)
+    pattern = seen[0, 0]
+    is_one_pattern = bool((seen == pattern).all())
+    if not is_one_pattern or not torch.equal(seen, _seen(second.weights)):
+        return None
+    logs = [_centred(draw.weights.by_head.log(), seen) for draw in draws]
+    scores = [_centred(product.numbers, seen) for product in products]
+    scale = _scale(
+        _centred(second.weights.by_head.log() - first.weights.by_head.log(), seen),
+        _centred(products[1].numbers - products[0].numbers, seen),
+    )
+    if scale is None:
+        return None
+    rest = logs[0] - scale * scores[0]
+    again = logs[1] - scale * scores[1]
+    if not _is_near(rest, again, _EXACT) or not _is_alike(rest):
+        return None
+    bias: Tensor | None = rest[0]
+    if float(rest[0].abs().max()) <= _EXACT:
+        bias = None
+    elif _is_alike(rest[0]):
+        bias = rest[0, 0]
+    return _Fit(scale, pattern, bias, products[0].key_heads)
+
+
+def _scale(difference: Tensor, given: Tensor) -> float | None:
+    """Return the number that the differences of products are multiplied by; None if there is none, or it is zero."""
+    square = (given * given).sum().clamp(min=_NOTHING)
+    scale = float(f"{float((difference * given).sum() / square):.9g}")
+    rest = (difference - scale * given).abs().max()
+    return None if float(rest) > _EXACT or not scale else scale
+
+
+def _seen(weights: _Weights) -> Tensor:
+    """Return which query sees which key: `batch heads query key`."""
+    return weights.by_head.log().isfinite() & (weights.by_head > _NOTHING)
+
+
+def _is_alike(numbers: Tensor) -> bool:
+    """Return whether all parts along the first dimension have the same numbers."""
+    return _is_near(numbers, numbers[:1].expand_as(numbers), _EXACT)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of queries and keys."""
+
+    numbers: Tensor
+    """`batch heads query key`."""
+    key_heads: int
+
+
+def _product(operands: _Operands, draw: _Draw, *, unit: bool) -> _Products | None:
+    """Return the products of drawn queries and keys; None if the keys have no whole number of heads."""
+    heads = draw.weights.heads
+    queries = split(operands.query.layout.features_last(draw.query), heads)
+    size = queries.shape[-1]
+    features = operands.key.layout.features_last(draw.key)
+    key_heads, rest = divmod(features.shape[2], size)
+    if rest or heads % key_heads:
+        return None
+    keys = split(features, key_heads)
+    if unit:
+        queries = queries / queries.norm(dim=-1, keepdim=True)
+        keys = keys / keys.norm(dim=-1, keepdim=True)
+    repeated = keys.repeat_interleave(heads // key_heads, 1)
+    return _Products(queries @ repeated.transpose(-1, -2), key_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -512,7 +672,8 @@ def _heads_of(by_feature: Tensor) -> _Weights | None:
         if not _is_near(by_feature[:, feature], by_feature[:, starts[-1]]):
             starts.append(feature)
     size = features // len(starts)
-    if starts != list(range(0, features, size)) or size * len(starts) != features:
+    is_even = size * len(starts) == features
+    if not is_even or starts != list(range(0, features, size)):
         return None
     return _Weights(by_feature[:, ::size])
 
@@ -525,7 +686,8 @@ def split(numbers: Tensor, heads: int) -> Tensor:
 def _centred(numbers: Tensor, seen: Tensor) -> Tensor:
     """Return numbers less the mean of what each query sees: `batch heads query key`."""
     kept = torch.where(seen, numbers, 0.0)
-    mean = kept.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    count = seen.sum(-1, keepdim=True).clamp(min=1)
+    mean = kept.sum(-1, keepdim=True) / count
     return torch.where(seen, kept - mean, 0.0)
 
 

@@ -11,7 +11,7 @@ and end in a link to what these gave:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..record.sight import Sight, sight_of
 from .attention import Attention
 from .axis import size_of
 from .dataflow import Graph
+from .ids import ids_of
 from .rerun import Constants
 from .whole import Operand, WholeAttention, operations_behind, split, whole_attention
 
@@ -31,6 +32,8 @@ _A = torch.ops.aten
 HANDWRITTEN = "handwritten.attention"
 """What operations that are one attention are called where a fused kernel has its name."""
 _HIDES = frozenset({"scores", "masked_scores", "weights"})
+_AXES = ("batch", "heads", "token", "head_dim")
+"""The order of dimensions in the steps."""
 
 
 def written_out(graph: Graph, attentions: Sequence[Attention]) -> Recording | None:
@@ -68,18 +71,38 @@ def unread_contexts(graph: Graph, attentions: Sequence[Attention]) -> list[Tenso
     return [context for context in contexts.values() if not _is_explained(graph, context, attentions)]
 
 
-def _is_explained(graph: Graph, context: TensorRef, attentions: Sequence[Attention]) -> bool:
+def _is_explained(
+    graph: Graph,
+    context: TensorRef,
+    attentions: Sequence[Attention],
+) -> bool:
     """Return whether one attention has all products behind a context, or nothing behind it may be an attention."""
     ops = operations_behind(graph, context) or []
-    if not any(_may_average(op) for op in ops) or any(_is_closed(graph, op) for op in ops):
+    if not any(map(_may_average, ops)):
+        return True
+    if any(_is_closed(graph, op) for op in ops):
         return True
     inside = {op.index for op in ops}
     there = [attention for attention in attentions if _is_inside(attention, inside)]
-    if len(there) != 1 or (there[0].is_dot and there[0].scale is None):
+    if len(there) != 1:
         return False
-    products = {index for index in graph.products if index in inside and _is_of_inputs(graph, index)}
-    read = {op.index for turn in there[0].turns for op in (turn.score_product.op, turn.value_product.op)}
-    return products <= read and _compares_tokens(graph, there[0], context)
+    attention = there[0]
+    if attention.is_dot and attention.scale is None:
+        return False
+    products = set()
+    for index in inside.intersection(graph.products):
+        if _is_of_inputs(graph, index):
+            products.add(index)
+    is_whole = products <= _products_of(attention)
+    return is_whole and _compares_tokens(graph, attention, context)
+
+
+def _products_of(attention: Attention) -> set[int]:
+    """Return the indices of the products of all turns of an attention."""
+    products: set[int] = set()
+    for turn in attention.turns:
+        products.update((turn.score_product.op.index, turn.value_product.op.index))
+    return products
 
 
 def _compares_tokens(graph: Graph, attention: Attention, context: TensorRef) -> bool:
@@ -89,7 +112,9 @@ def _compares_tokens(graph: Graph, attention: Attention, context: TensorRef) -> 
         return False
     axes = product.axes(graph.dimensions)
     queries = axes.columns if attention.key_first else axes.rows
-    return size_of(queries) > 1 or context.shape[-2:-1] in ((), (1,))
+    if size_of(queries) > 1 or len(context.shape) < 2:
+        return True
+    return context.shape[-2] == 1
 
 
 def _is_closed(graph: Graph, op: Op) -> bool:
@@ -119,41 +144,79 @@ def _kernel_of(whole: WholeAttention, check: Rounding | None) -> Kernel:
     return Kernel(HANDWRITTEN, title, _HIDES, check=check, note=note)
 
 
-def _exact(whole: WholeAttention, operands: Sequence[Tensor]) -> Tensor:
+def _exact(whole: WholeAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return the context of an attention in float64: `batch query (heads head_dim)`."""
-    sides = zip(
-        (whole.query, whole.key, whole.value), operands, (whole.heads, whole.key_heads, whole.heads), strict=True
-    )
-    query, key, value = (split(side.layout.features_last(numbers), heads) for side, numbers, heads in sides)
+    query = _in_heads(whole.query, query, whole.heads)
+    key = _in_heads(whole.key, key, whole.key_heads)
+    value = _in_heads(whole.value, value, whole.heads)
     if whole.unit:
-        query, key = (side / side.norm(dim=-1, keepdim=True) for side in (query, key))
-    key = key.repeat_interleave(whole.heads // whole.key_heads, 1)
+        query = query / query.norm(dim=-1, keepdim=True)
+        key = key / key.norm(dim=-1, keepdim=True)
+    group = whole.heads // whole.key_heads
+    key = key.repeat_interleave(group, 1)
     scores = query @ key.transpose(-1, -2) * whole.scale
     if whole.bias is not None:
         scores = scores + whole.bias.to(scores.device)
     if whole.seen is not None:
-        scores = scores.masked_fill(~whole.seen.to(scores.device), -torch.inf)
+        hidden = ~whole.seen.to(scores.device)
+        scores = scores.masked_fill(hidden, -torch.inf)
     context = scores.softmax(-1) @ value
     return context.transpose(1, 2).flatten(2)
+
+
+def _in_heads(operand: Operand, numbers: Tensor, heads: int) -> Tensor:
+    """Return the numbers of an operand in float64: `batch heads token head_dim`."""
+    return split(operand.layout.features_last(numbers.double()), heads)
+
+
+def _line_of(whole: WholeAttention, maker: Op) -> Op:
+    """Return the first operation that computes something at a known line; the maker of the context without one."""
+    for op in whole.ops:
+        if op.source and op.kind == "compute":
+            return op
+    return maker
+
+
+def _shares_memory(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The sizes of an attention in steps."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def batch_heads(self) -> int:
+        """The size of `(batch heads)`."""
+        return self.batch * self.heads
 
 
 class _Rewriter:
     """Makes a recording in which measured operations are replaced by steps."""
 
     def __init__(self, graph: Graph, wholes: Sequence[WholeAttention]) -> None:
+        recording = graph.recording
         self._graph = graph
-        self._recording = graph.recording
-        tensors = [tensor for op in graph.recording.ops for tensor in (*op.inputs, *op.outputs)]
-        tensors += [named.tensor for named in (*graph.recording.inputs, *graph.recording.parameters)]
-        self._next_tensor = 1 + max(tensor.id for tensor in tensors)
+        self._recording = recording
+        tensors = [named.tensor for named in (*recording.inputs, *recording.parameters)]
+        for op in recording.ops:
+            tensors += (*op.inputs, *op.outputs)
+        self._next_tensor = 1 + max(ids_of(tensors))
         self._next_storage = 1 + max(tensor.storage for tensor in tensors)
         self._numbers: dict[int, Tensor] = {}
         """The content of tensors in the steps: that of the run, if it was kept, else zeros."""
-        self._values = dict(graph.recording.values)
-        self._constants = dict(graph.recording.constants)
-        self._sights: dict[int, Sight] = dict(graph.recording.sights)
+        self._values = dict(recording.values)
+        self._constants = dict(recording.constants)
+        self._sights: dict[int, Sight] = dict(recording.sights)
         self._steps: list[Op] = []
-        self._kernels = list(graph.recording.kernels)
+        self._kernels = list(recording.kernels)
         self._call = -1
         self._wholes = wholes
 
@@ -180,7 +243,12 @@ class _Rewriter:
             )
         return self._joined(replaced, removed, notes)
 
-    def _joined(self, replaced: dict[int, list[Op]], removed: set[int], notes: list[str]) -> Recording:
+    def _joined(
+        self,
+        replaced: dict[int, list[Op]],
+        removed: set[int],
+        notes: list[str],
+    ) -> Recording:
         ops: list[Op] = []
         producers: dict[int, int] = {}
         moved: dict[int, int] = {}
@@ -189,7 +257,8 @@ class _Rewriter:
                 moved[op.index] = len(ops)
                 ops.append(replace(op, index=len(ops)))
             for step in replaced.get(op.index, ()):
-                producers.update(dict.fromkeys((output.id for output in step.outputs), len(ops)))
+                for output in step.outputs:
+                    producers[output.id] = len(ops)
                 ops.append(replace(step, index=len(ops)))
         for number, index in self._recording.producers.items():
             if index in moved:
@@ -208,13 +277,14 @@ class _Rewriter:
     def _unneeded(self, whole: WholeAttention) -> set[int]:
         """Return the operations whose results only the replaced operations read."""
         context = whole.context.tensor.id
-        named = {named.tensor.id for named in self._recording.outputs}
+        returned = {named.tensor.id for named in self._recording.outputs}
         removed: set[int] = set()
         for op in reversed(whole.ops):
-            results = [tensor for tensor in self._graph.results(op) if tensor.id != context]
-            readers = [reader for tensor in results for reader in self._recording.consumers.get(tensor.id, ())]
-            is_returned = any(tensor.id in named for tensor in results)
-            if not is_returned and all(reader.index in removed or reader.index == op.index for reader in readers):
+            results = ids_of(self._graph.results(op)) - {context}
+            readers: set[int] = set()
+            for number in results:
+                readers.update(reader.index for reader in self._recording.consumers.get(number, ()))
+            if results.isdisjoint(returned) and readers <= removed | {op.index}:
                 removed.add(op.index)
         return removed
 
@@ -222,82 +292,132 @@ class _Rewriter:
 
     def _checked(self, whole: WholeAttention, result: TensorRef) -> Rounding | None:
         """Return how far the steps are from what the run gave, beside their rounding error; None without numbers."""
-        given, made = self._recording.values.get(whole.context.tensor.id), self._values.get(result.id)
-        operands = [self._recording.values.get(side.tensor.id) for side in (whole.query, whole.key, whole.value)]
-        if given is None or made is None or any(value is None for value in operands):
+        of_run = self._recorded(whole.context)
+        of_steps = self._values.get(result.id)
+        if of_run is None or of_steps is None:
             return None
-        exact = _exact(whole, [value.double() for value in operands if value is not None])
-        error = rounding_error(whole.context.layout.features_last(made), exact)
+        query, key, value = map(self._recorded, (whole.query, whole.key, whole.value))
+        if query is None or key is None or value is None:
+            return None
+        exact = _exact(whole, query, key, value)
+        error = rounding_error(whole.context.layout.features_last(of_steps), exact)
         # The run may round in another order, by as much.
-        return Rounding.of(
-            max_difference(given, made), max(error, torch.finfo(made.dtype).eps * float(exact.abs().max()))
-        )
+        largest = float(exact.abs().max())
+        least = torch.finfo(of_steps.dtype).eps * largest
+        difference = max_difference(of_run, of_steps)
+        return Rounding.of(difference, max(error, least))
+
+    def _recorded(self, operand: Operand) -> Tensor | None:
+        """Return the numbers of an operand, or of the context, in the run; None if they were not kept."""
+        return self._recording.values.get(operand.tensor.id)
 
     def _write(self, whole: WholeAttention, maker: Op) -> TensorRef:
         """Add the steps of an attention, and return the last before the link to what the run gave."""
-        meets = next((op for op in whole.ops if op.source and op.kind == "compute"), maker)
+        line = _line_of(whole, maker)
         self._new_call()
-        query = self._heads(whole.query, whole.heads, meets)
-        key = self._heads(whole.key, whole.key_heads, meets)
-        value = self._heads(whole.value, whole.heads, meets)
+        query = self._heads(whole.query, whole.heads, line)
+        key = self._heads(whole.key, whole.key_heads, line)
+        value = self._heads(whole.value, whole.heads, line)
         if whole.unit:
-            query, key = self._normed(query, meets), self._normed(key, meets)
-        key = self._repeated(key, whole.heads // whole.key_heads, meets)
-        self._new_call()
-        batch, heads, queries, size = query.shape
-        keys = key.shape[2]
-        left = self._folded(query, (batch * heads, queries, size), meets)
-        right = self._do(_A.transpose.int, meets, self._folded(key, (batch * heads, keys, size), meets), 1, 2)
-        product = self._do(_A.bmm.default, meets, left, right)
-        scores = self._do(_A.view.default, meets, product, [batch, heads, queries, keys])
-        if whole.scale != 1:
-            self._new_call()
-            scores = self._do(_A.mul.Tensor, meets, scores, whole.scale)
-        self._new_call()
-        if whole.bias is not None:
-            scores = self._do(_A.add.Tensor, maker, scores, self._constant(whole.bias.float()))
-        if whole.seen is not None:
-            scores = self._do(_A.masked_fill.Scalar, maker, scores, self._constant(~whole.seen), -torch.inf)
-        self._new_call()
-        weights = self._do(_A._softmax.default, maker, scores, -1, False)
-        seen = torch.ones(weights.shape) if whole.seen is None else whole.seen.float().expand(weights.shape)
-        sight = sight_of(None, seen, -1)
-        if sight is not None:
-            self._sights[weights.id] = sight
-        self._new_call()
-        folded = self._do(_A.view.default, maker, weights, [batch * heads, queries, keys])
-        averaged = self._folded(value, (batch * heads, keys, value.shape[3]), maker)
-        context = self._do(_A.bmm.default, maker, folded, averaged)
-        context = self._do(_A.view.default, maker, context, [batch, heads, queries, value.shape[3]])
+            query = self._normed(query, line)
+            key = self._normed(key, line)
+        key = self._repeated(key, whole.heads // whole.key_heads, line)
+        batch, heads, queries, head_dim = query.shape
+        size = _Size(batch, heads, queries, key.shape[2], head_dim, value.shape[3])
+        scores = self._scores(whole, query, key, size, line)
+        weights = self._weights(whole, scores, maker)
+        context = self._context(weights, value, size, maker)
         self._new_call()
         last = self._laid(context, whole.context, maker)
         self._link(last, whole.context.tensor, maker)
         return last
+
+    def _scores(
+        self,
+        whole: WholeAttention,
+        query: TensorRef,
+        key: TensorRef,
+        size: _Size,
+        at: Op,
+    ) -> TensorRef:
+        """Add the product of queries and keys, and the scale."""
+        self._new_call()
+        left = self._folded(query, (size.batch_heads, size.queries, size.head_dim), at)
+        right = self._folded(key, (size.batch_heads, size.keys, size.head_dim), at)
+        right = self._do(_A.transpose.int, at, right, 1, 2)
+        product = self._do(_A.bmm.default, at, left, right)
+        shape = [size.batch, size.heads, size.queries, size.keys]
+        scores = self._do(_A.view.default, at, product, shape)
+        if whole.scale != 1:
+            self._new_call()
+            scores = self._do(_A.mul.Tensor, at, scores, whole.scale)
+        return scores
+
+    def _weights(self, whole: WholeAttention, scores: TensorRef, at: Op) -> TensorRef:
+        """Add the bias, the mask and the softmax, and note which query sees which key."""
+        self._new_call()
+        if whole.bias is not None:
+            bias = self._constant(whole.bias.float())
+            scores = self._do(_A.add.Tensor, at, scores, bias)
+        if whole.seen is not None:
+            hidden = self._constant(~whole.seen)
+            scores = self._do(_A.masked_fill.Scalar, at, scores, hidden, -torch.inf)
+        self._new_call()
+        weights = self._do(_A._softmax.default, at, scores, -1, False)
+        seen = torch.ones(weights.shape)
+        if whole.seen is not None:
+            seen = whole.seen.float().expand(weights.shape)
+        sight = sight_of(None, seen, -1)
+        if sight is not None:
+            self._sights[weights.id] = sight
+        return weights
+
+    def _context(
+        self,
+        weights: TensorRef,
+        value: TensorRef,
+        size: _Size,
+        at: Op,
+    ) -> TensorRef:
+        """Add the product of weights and values: `batch heads query head_dim`."""
+        self._new_call()
+        shape = [size.batch_heads, size.queries, size.keys]
+        left = self._do(_A.view.default, at, weights, shape)
+        right = self._folded(value, (size.batch_heads, size.keys, size.value_dim), at)
+        context = self._do(_A.bmm.default, at, left, right)
+        shape = [size.batch, size.heads, size.queries, size.value_dim]
+        return self._do(_A.view.default, at, context, shape)
 
     def _heads(self, operand: Operand, heads: int, at: Op) -> TensorRef:
         """Return an operand as `batch heads token head_dim`."""
         tensor, dims = operand.tensor, list(operand.layout.dims)
         if "features" in dims:
             place = dims.index("features")
-            shape = [*tensor.shape[:place], heads, tensor.shape[place] // heads, *tensor.shape[place + 1 :]]
+            head_dim = tensor.shape[place] // heads
+            shape = list(tensor.shape)
+            shape[place : place + 1] = [heads, head_dim]
             tensor = self._do(_A.view.default, at, tensor, shape)
             dims[place : place + 1] = ["heads", "head_dim"]
         if "batch" not in dims:
             tensor = self._do(_A.unsqueeze.default, at, tensor, 0)
             dims.insert(0, "batch")
-        order = [dims.index(name) for name in ("batch", "heads", "token", "head_dim")]
-        return tensor if order == [0, 1, 2, 3] else self._do(_A.permute.default, at, tensor, order)
+        return self._permuted(tensor, [dims.index(name) for name in _AXES], at)
 
     def _laid(self, context: TensorRef, operand: Operand, at: Op) -> TensorRef:
         """Return a context `batch heads token head_dim` in the dimensions of the recorded one."""
-        dims = operand.layout.dims
-        names = ["batch", "heads", "token", "head_dim"]
-        order = [names.index(name) for dim in dims for name in (("heads", "head_dim") if dim == "features" else (dim,))]
-        if "batch" not in dims:
-            order.insert(0, 0)
-        if order != [0, 1, 2, 3]:
-            context = self._do(_A.permute.default, at, context, order)
+        names: list[str] = []
+        if "batch" not in operand.layout.dims:
+            names.append("batch")
+        for name in operand.layout.dims:
+            names += ["heads", "head_dim"] if name == "features" else [name]
+        context = self._permuted(context, [_AXES.index(name) for name in names], at)
         return self._folded(context, operand.tensor.shape, at)
+
+    def _permuted(self, tensor: TensorRef, order: list[int], at: Op) -> TensorRef:
+        """Return a tensor with its dimensions in this order."""
+        if order == sorted(order):
+            return tensor
+        return self._do(_A.permute.default, at, tensor, order)
 
     def _normed(self, tensor: TensorRef, at: Op) -> TensorRef:
         self._new_call()
@@ -311,7 +431,8 @@ class _Rewriter:
         self._new_call()
         batch, heads, tokens, size = tensor.shape
         wide = self._do(_A.unsqueeze.default, at, tensor, 2)
-        wide = self._do(_A.expand.default, at, wide, [batch, heads, times, tokens, size])
+        shape = [batch, heads, times, tokens, size]
+        wide = self._do(_A.expand.default, at, wide, shape)
         return self._folded(wide, (batch, heads * times, tokens, size), at)
 
     def _folded(self, tensor: TensorRef, shape: Sequence[int], at: Op) -> TensorRef:
@@ -329,12 +450,10 @@ class _Rewriter:
 
     def _content(self, tensor: TensorRef) -> Tensor:
         if tensor.id not in self._numbers:
-            kept = self._values.get(tensor.id)
-            if kept is not None and not kept.is_meta:
-                self._numbers[tensor.id] = kept
-            else:
-                dtype = getattr(torch, tensor.dtype)
-                self._numbers[tensor.id] = torch.zeros(tensor.shape, dtype=dtype)
+            recorded = self._values.get(tensor.id)
+            if recorded is None or recorded.is_meta:
+                recorded = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            self._numbers[tensor.id] = recorded
         return self._numbers[tensor.id]
 
     def _constant(self, numbers: Tensor) -> TensorRef:
@@ -358,21 +477,33 @@ class _Rewriter:
 
     def _do(self, func: Any, at: Op, *args: Any, **kwargs: Any) -> TensorRef:
         """Add an operation at the line of another one, and return its result."""
-        read = [value for value in args if isinstance(value, TensorRef)]
-        contents = [self._content(value) if isinstance(value, TensorRef) else value for value in args]
+        read: list[TensorRef] = []
+        contents: list[Any] = []
+        plain: list[Any] = []
+        for value in args:
+            plain.append(tuple(value) if isinstance(value, list) else value)
+            if isinstance(value, TensorRef):
+                read.append(value)
+                contents.append(self._content(value))
+            else:
+                contents.append(value)
         result: Tensor = func(*contents, **kwargs)
-        source = contents[0]
-        is_view = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        is_view = _shares_memory(result, contents[0])
         output = self._named(result, read[0].storage if is_view else self._new_storage())
         self._numbers[output.id] = result
-        if all(tensor.id in self._values or tensor.id in self._constants for tensor in read):
+        if all(map(self._is_of_run, read)):
             self._values[output.id] = result
-        known = about(func)
-        kind: Kind = "view" if is_view else "copy" if known.copies else "compute"
+        entry = about(func)
+        kind: Kind = "copy" if entry.copies else "compute"
+        if is_view:
+            kind = "view"
         named = {name: str(value) for name, value in kwargs.items()}
-        plain = tuple(tuple(value) if isinstance(value, list) else value for value in args)
-        self._add(known.name, plain, named, tuple(read), output, kind, at, pointwise=known.pointwise)
+        self._add(entry.name, tuple(plain), named, tuple(read), output, kind, at, pointwise=entry.pointwise)
         return output
+
+    def _is_of_run(self, tensor: TensorRef) -> bool:
+        """Return whether the numbers of a tensor are those of the run, and not zeros."""
+        return tensor.id in self._values or tensor.id in self._constants
 
     def _link(self, last: TensorRef, result: TensorRef, maker: Op) -> None:
         """Add the link from the last step to what the run gave."""
