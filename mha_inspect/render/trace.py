@@ -105,7 +105,7 @@ def _sent(collectives: Iterable[Collective]) -> str:
 
 def _returned(trace: Trace) -> str:
     """Return the returned tensors in a line; equal ones are one, and axes that a stage shows are not repeated."""
-    stages = set()
+    stages: set[tuple[str, tuple[int, ...], str]] = set()
     for attention in trace.attentions:
         stages.update((stage.name, stage.shape, stage.axes) for stage in attention.stages)
     texts = []
