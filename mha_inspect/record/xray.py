@@ -86,7 +86,7 @@ class XRay(Recorder):
         """Return the recording so far, with `returned` as its named outputs, and its kernels."""
         recording = super().finish(returned)
         watched = {
-            at for at, kernel in enumerate(self._kernels) if (known := fused(kernel.op)) and known.way == "reopen"
+            at for at, kernel in enumerate(self._kernels) if (operator := fused(kernel.op)) and operator.way == "reopen"
         }
         _join_products([op for op in recording.ops if op.kernel in watched] if watched else [])
         return replace(recording, kernels=tuple(self._kernels))
@@ -94,44 +94,44 @@ class XRay(Recorder):
     # -- while the run goes on ----------------------------------------------------------------------------------------
 
     def _look_into(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         asking, composite = self._asking, self._composite
         self._asking = asking or frame
         try:
-            if known.fused and (known.fused.way != "adding" or adds_scores(args, kwargs)):
-                return self._run_kernel(known, known.fused, func, args, kwargs)
+            if operator.fused and (operator.fused.way != "adding" or adds_scores(args, kwargs)):
+                return self._run_kernel(operator, operator.fused, func, args, kwargs)
             if not self._inside:
                 return NotImplemented
             if not composite:
                 # Inside a kernel the site never changes: each operation is a call of its own.
                 self._callers.is_new_call = True
-            if known.composite:
+            if operator.composite:
                 self._composite = True
                 return self._decompose(func, args, kwargs, frame)
-            return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
+            return self._run_out(operator, func, args, kwargs) if operator.name.endswith("out") else NotImplemented
         finally:
             self._asking, self._composite = asking, composite
 
-    def _run_kernel(self, known: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_kernel(self, operator: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel and return its result: a `reopen` kernel with its code recorded, any other as it is."""
         place, before = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it failed", within=self._within)
+        kernel = Kernel(operator.name, hiding.title, hiding.hides, opened=False, note="it failed", within=self._within)
         self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
         self._callers.is_new_call = True
         try:
             if hiding.way != "reopen":
-                return self._run_leaf(place, known, func, args, kwargs)
+                return self._run_leaf(place, operator, func, args, kwargs)
             tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
             nested = any(tensor.is_nested for tensor in tensors)
-            if nested and known.name.startswith(MULTI_HEAD):
-                return self._run_padded(place, known, func, args, kwargs)
+            if nested and operator.name.startswith(MULTI_HEAD):
+                return self._run_padded(place, operator, func, args, kwargs)
             device = tensors[0].device.type
             code = _code_of(func, device, "NestedTensor" if nested else "")
             if code is None:
-                result, note = self._run_leaf(place, known, func, args, kwargs), f"torch has no code for {device}"
+                result, note = self._run_leaf(place, operator, func, args, kwargs), f"torch has no code for {device}"
             else:
                 result, note = self._record_code(code, *args, **kwargs), ""
             self._kernels[place] = replace(kernel, opened=code is not None, note=note)
@@ -150,7 +150,7 @@ class XRay(Recorder):
             take_off(self)
             self._inside, self._callers.is_new_call = before, True
 
-    def _run_padded(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_padded(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the fast path on rows of different lengths, and record it on padded rows with a mask."""
         result, note, start = func(*args, **kwargs), self._tensors.note, (len(self._entries), len(self._kernels))
         try:
@@ -167,7 +167,7 @@ class XRay(Recorder):
                     raise NotOpenedError(f"torch has no code for {padded.device.type}")
                 steps = self._record_code(code, *given.values())[0]
                 self._callers.note(self._asking)
-                self._note(LINK, [note(steps)], {"kernel": known.name}, result, kind="copy")
+                self._note(LINK, [note(steps)], {"kernel": operator.name}, result, kind="copy")
                 pairs = [
                     (padded_row[: len(row)], row) for padded_row, row in zip(steps, result[0].unbind(), strict=True)
                 ]
@@ -177,10 +177,10 @@ class XRay(Recorder):
         except Exception as error:  # whatever the steps raise, the run goes on
             del self._entries[start[0] :], self._kernels[start[1] :]
             self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-            self._note(known, [note(value) for value in args], {}, result)
+            self._note(operator, [note(value) for value in args], {}, result)
         return result
 
-    def _run_leaf(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_leaf(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel as it is, note what its steps will need later, and return its result."""
         note = self._tensors.note
         # Tensors that are kept only while there is room may be gone when the kernel is opened.
@@ -201,7 +201,7 @@ class XRay(Recorder):
                 opening = _Opening(place, func, shapes_only, sight, call.dropout > 0, check)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-        self._note(known, noted, named, result, opening=opening)
+        self._note(operator, noted, named, result, opening=opening)
         return result
 
     def _sight_of_call(self, call: KernelCall, results: Sequence[Tensor]) -> Sight | None:
@@ -222,9 +222,9 @@ class XRay(Recorder):
         sights: list[Sight | None] = []
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
-            step, known = func(*args, **kwargs), about(func)
-            if known.weighs:
-                sights.append(self._sight_of(known, args, step))
+            step, operator = func(*args, **kwargs), about(func)
+            if operator.weighs:
+                sights.append(self._sight_of(operator, args, step))
             return step
 
         call.steps(do)
@@ -245,15 +245,15 @@ class XRay(Recorder):
 
         return check
 
-    def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_out(self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `bmm.out(a, b, out=c)`, record it as `bmm(a, b)` with the result c, and return that."""
-        written = self._about_to_write(known, args, kwargs)
+        written = self._about_to_write(operator, args, kwargs)
         note = self._tensors.note
         noted = [note(value) for value in args]
         rest = {name: note(value) for name, value in kwargs.items() if name != "out"}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
-        plain = replace(known, name=known.name.removesuffix("out") + "default")
+        plain = replace(operator, name=operator.name.removesuffix("out") + "default")
         self._note(plain, noted, rest, result, written, kind="compute")
         return result
 
@@ -304,27 +304,27 @@ class XRay(Recorder):
     ) -> tuple[KernelCall, tuple[Tensor, ...]]:
         """Run the steps of a kernel, with numbers if `computed`, and add them; return the call, and the last steps."""
         tensors, keep = self._tensors, self._tensors.keep
-        known, args, kwargs, results, _, site, number, place, *_ = entry
+        operator, args, kwargs, results, _, site, number, place, *_ = entry
         call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
         note = tensors.note
 
-        def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
+        def add(operator: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
             noted, named = [note(arg) for arg in args], {name: note(arg) for name, arg in kwargs.items()}
-            self._add((known, noted, named, outputs, None, site, number, place, kind, sight, None))
+            self._add((operator, noted, named, outputs, None, site, number, place, kind, sight, None))
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
             step = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
             looks = [tensors.look(tensor, False) for tensor in ((step,) if isinstance(step, Tensor) else step)]
-            known = about(func)
-            weighs = known.weighs and (self._sight_of(known, args, step) if computed else opening.sight)
-            add(known, args, kwargs, looks, None, weighs or None)
+            operator = about(func)
+            weighs = operator.weighs and (self._sight_of(operator, args, step) if computed else opening.sight)
+            add(operator, args, kwargs, looks, None, weighs or None)
             return step
 
         tensors.keep = computed
         try:
             steps = call.steps(do, described=not computed)
             for last, outputs in zip(steps, _of_links(results, len(steps)), strict=True):
-                add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
+                add(LINK, (last,), {"kernel": operator.name}, outputs, "copy", None)
         finally:
             tensors.keep = keep
         return call, steps
@@ -442,8 +442,8 @@ def _code_of(func: Any, device: str, kind: str = "") -> Callable[..., Any] | Non
         return code
     name = kind + device.upper()
     key = getattr(_Key, name, None)
-    known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
-    return partial(func._op_dk, key) if known else None
+    operator = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
+    return partial(func._op_dk, key) if operator else None
 
 
 def _reason(error: Exception) -> str:
