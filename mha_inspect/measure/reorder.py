@@ -387,11 +387,15 @@ def _packed(axes: list[str]) -> int:
 def _ways(family: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the order from each layout of a family to each other one; axes of size one are left out."""
     for before, after in permutations(family, 2):
-        axes, moved = _visible(before, sizes), _visible(after, sizes)
-        meaning = f"{family[before]} on the left, {family[after]} on the right".format(**sizes)
-        lengths = tuple((axis, sizes[axis]) for axis in axes)
-        pattern = f"({' '.join(axes)}) -> ({' '.join(moved)})"
-        yield reordered(before, after, sizes), NamedOrder(pattern, meaning, lengths)
+        axes = _visible(before, sizes)
+        moved = _visible(after, sizes)
+        meaning = f"{family[before]} on the left, {family[after]} on the right"
+        named = NamedOrder(
+            pattern=f"({' '.join(axes)}) -> ({' '.join(moved)})",
+            meaning=meaning.format(**sizes),
+            sizes=tuple((axis, sizes[axis]) for axis in axes),
+        )
+        yield reordered(before, after, sizes), named
 
 
 def _visible(layout: str, sizes: Sizes) -> list[str]:
@@ -534,23 +538,28 @@ def _orders_of_heads(length: int, count: int, heads: int, kv_heads: int) -> Iter
     if length > count and length % count == 0:
         times = length // count
         side_by_side = NamedOrder(f"repeat_interleave({times})", f"each head {times} times, side by side")
+        in_turns = NamedOrder(f"repeat({times})", f"all heads {times} times, in turns")
         yield numbers.repeat_interleave(times), side_by_side
-        yield numbers.repeat(times), NamedOrder(f"repeat({times})", f"all heads {times} times, in turns")
+        yield numbers.repeat(times), in_turns
     if length == count:
         yield numbers.flip(0), NamedOrder("heads reversed")
         if kv_heads and count == heads:
-            yield numbers.view(kv_heads, -1).flip(1).flatten(), NamedOrder("heads reversed in each group")
+            reversed_in_groups = numbers.view(kv_heads, -1).flip(1).flatten()
+            yield reversed_in_groups, NamedOrder("heads reversed in each group")
         for shift in range(1, count):
             yield numbers.roll(shift), NamedOrder(f"heads rolled by {shift}")
 
 
 def _by_group(numbers: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the orders between `[q | k | v]` and queries, key and value of each group side by side."""
-    parts = [part.view(kv_heads, -1) for part in torch.split(numbers, [heads, kv_heads, kv_heads])]
-    way = torch.cat(parts, 1).flatten()
-    apart, grouped, means = "[q | k | v]", "(kv_heads (group + 2) head_dim)", "q, k, v group by group"
-    yield way, NamedOrder(f"{apart} -> {grouped}", f"{apart} on the left, {means} on the right")
-    yield way.argsort(), NamedOrder(f"{grouped} -> {apart}", f"{means} on the left, {apart} on the right")
+    parts = torch.split(numbers, [heads, kv_heads, kv_heads])
+    by_group = [part.view(kv_heads, -1) for part in parts]
+    order = torch.cat(by_group, 1).flatten()
+    apart = "[q | k | v]"
+    grouped = "(kv_heads (group + 2) head_dim)"
+    meaning = "q, k, v group by group"
+    yield order, NamedOrder(f"{apart} -> {grouped}", f"{apart} on the left, {meaning} on the right")
+    yield order.argsort(), NamedOrder(f"{grouped} -> {apart}", f"{meaning} on the left, {apart} on the right")
 
 
 def _by_letters(numbers: Tensor, heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:

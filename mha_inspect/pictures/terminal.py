@@ -111,21 +111,25 @@ class _Drawing:
         rows, columns = self.picture.rows, self.picture.columns
         count = len(panels[0][0])
         across = max(count * self.zoom, min(self.widest_name, self.room(self.beside)))
-
-        def line(left: str, parts: Iterable[str]) -> str:
-            padded = (_padded(part, across) for part in parts)
-            return " " * (self.gutter - 1 - cells(left)) + left + " " + (" " * GAP).join(padded)
-
-        lines = [line(f"{rows.name} ↓", [_cut(name, across) for name in names])]
+        titles = [_cut(name, across) for name in names]
+        lines = [self._line(f"{rows.name} ↓", titles, across)]
         bodies = [self.panel(panel) for panel in panels]
         height = len(bodies[0])
         for number, parts in enumerate(zip(*bodies, strict=True)):
-            lines.append(line(self._tick(number, height, block[0]), parts))
+            tick = self._tick(number, height, block[0])
+            lines.append(self._line(tick, parts, across))
         left = f"{columns.name} →"
         for ticks in _across(columns, count, block[1], self.zoom):
-            lines.append(line(left, [ticks] * len(panels)))
+            lines.append(self._line(left, [ticks] * len(panels), across))
             left = ""
         return lines
+
+    def _line(self, left: str, parts: Iterable[str], across: int) -> str:
+        """Return a line of panels that are so many columns `across`, with a text left of them."""
+        margin = " " * (self.gutter - 1 - cells(left))
+        gap = " " * GAP
+        panels = gap.join(_padded(part, across) for part in parts)
+        return f"{margin}{left} {panels}"
 
     def _tick(self, number: int, height: int, size: int) -> str:
         """Return the label or the number of the row that begins in a line; empty between two row numbers.
@@ -202,22 +206,28 @@ class _Drawing:
     def _scale(self) -> list[str]:
         """Return the title with the colour scale between its ends."""
         picture, span = self.picture, self.picture.range
-        low, high = picture.scale
+        title = picture.title
         if span.nan + span.infinite + span.masked == picture.values.size:
-            return [f"{picture.title}: every element is masked, NaN or inf"]
-        if low == high:
-            step = int(steps(np.full((1, 1, 1), low, np.float32), picture.scale, self.count)[0, 0, 0])
-            return [f"{picture.title}: every number is {number(low)} {self.swatch(step)}"]
-        room = self.width - cells(f"{number(low)}  {number(high)}")
-        room_beside = room - cells(picture.title) - 2
+            return [f"{title}: every element is masked, NaN or inf"]
+        low, high = map(number, picture.scale)
+        if picture.scale[0] == picture.scale[1]:
+            return [f"{title}: every number is {low} {self.swatch(self._step_of(picture.scale[0]))}"]
+        room = self.width - cells(f"{low}  {high}")
+        room_beside = room - cells(title) - 2
         if room_beside >= BAR // 2:
-            parts = [f"{picture.title}  {number(low)} {self.bar(room_beside)} {number(high)}"]
+            parts = [f"{title}  {low} {self.bar(room_beside)} {high}"]
         else:
             # A long title goes above the colour scale.
-            parts = [picture.title, f"{number(low)} {self.bar(room)} {number(high)}"]
+            parts = [title, f"{low} {self.bar(room)} {high}"]
         if picture.signed:
             parts.append(f"from {number(span.least)} to {number(span.most)}")
         return parts
+
+    def _step_of(self, value: float) -> int:
+        """Return the step of the colour map for a number."""
+        values = np.full((1, 1, 1), value, np.float32)
+        step = steps(values, self.picture.scale, self.count)
+        return int(step.item())
 
     def _signs(self) -> Iterator[str]:
         """Yield the meaning of the signs of elements that are no finite numbers."""

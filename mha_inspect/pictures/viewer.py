@@ -88,8 +88,10 @@ def _codes(values: Floats, low: Sequence[float], high: Sequence[float], bits: in
     start = np.array(low, np.float64)[:, None, None]
     width = np.array(high, np.float64)[:, None, None] - start
     with np.errstate(invalid="ignore"):
-        places = np.round((values - start) / np.where(width > 0, width, 1) * (most - 1)) + 1
-    codes = np.nan_to_num(places, nan=0, posinf=0, neginf=0).astype("<u2" if bits == 16 else "u1")
+        parts = (values - start) / np.where(width > 0, width, 1)
+        places = np.round(parts * (most - 1)) + 1
+    finite = np.nan_to_num(places, nan=0, posinf=0, neginf=0)
+    codes = finite.astype("<u2" if bits == 16 else "u1")
     codes[values == np.inf] = most + 1
     codes[np.isnan(values)] = most + 2
     return codes.tobytes()
