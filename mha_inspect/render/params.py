@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from .. import text
 from ..reports.params import (
@@ -327,15 +326,22 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
 
 def _first_heads(name: str, counts: Sequence[HeadCountColumn]) -> Iterator[_Line]:
     """Yield a line for each part of a parameter: the slice of head 0 for each head count."""
-    slices = []
+    parts: dict[str, None] = {}
     for count in counts:
-        slices.append({piece.part: piece for piece in count.first_head.get(name, ())})
-    shapes = [count.shapes.get(name, ()) for count in counts]
-    for part in dict.fromkeys(chain.from_iterable(slices)):
-        pieces = [by_part.get(part) for by_part in slices]
-        dimensions = _split_dimensions(pieces, shapes)
+        parts |= dict.fromkeys(piece.part for piece in count.first_head.get(name, ()))
+    for part in parts:
+        pieces = [_first_head(count, name, part) for count in counts]
+        dimensions = _split_dimensions(pieces, [count.shapes.get(name, ()) for count in counts])
         values = ["" if piece is None else _bounds(piece, dimensions) for piece in pieces]
         yield _Line(f"head 0 of {part}", tuple(values))
+
+
+def _first_head(count: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
+    """Return the slice of head 0 in a part of a parameter, the last if there are several; None if there is none."""
+    for piece in reversed(count.first_head.get(name, ())):
+        if piece.part == part:
+            return piece
+    return None
 
 
 def _split_dimensions(pieces: Iterable[HeadSlice | None], shapes: Iterable[tuple[int, ...]]) -> list[str]:

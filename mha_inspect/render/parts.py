@@ -31,8 +31,10 @@ def sizes(layer: LayerInfo) -> str:
     parts = [f"{name} {layer.spec[name]}" for name in SIZES if layer.spec.get(name) is not None]
     for name, value in layer.spec.items():
         # Dtype and seed stand on the next line, with what the numbers were made with.
+        if name in (*SIZES, "dtype", "seed"):
+            continue
         is_usual = value is None or value == SETTINGS_AS_USUAL.get(name, False)
-        if not is_usual and name not in (*SIZES, "dtype", "seed"):
+        if not is_usual:
             parts.append(name if value is True else f"{name} {value}")
     return ", ".join(parts)
 
@@ -249,7 +251,9 @@ def _spans_of(name: str, ranks: Sequence[Rank]) -> str:
     """Return the rows of a part on these ranks, at most three of them: `0–63, …, 448–511`."""
     spans = [text.span(rank.rows[name]) for rank in ranks if name in rank.rows]
     places = [*dict.fromkeys(spans)]
-    return ", ".join(places) if len(places) < 3 else f"{places[0]}, …, {places[-1]}"
+    if len(places) > 2:
+        places = [places[0], "…", places[-1]]
+    return ", ".join(places)
 
 
 def _balance(ranks: Sequence[Rank]) -> str:
