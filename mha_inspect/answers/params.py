@@ -62,34 +62,54 @@ def params(
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
+    show = show or Show()
     run = _recorded(subject, of_several=bool(beside)) if called else None
-    roles, show = _roles(module, run), show or Show()
-    columns, changes = None, ""
-    if run and beside:
-        runs = [(subject, run), *((other, _recorded(other, of_several=True)) for other in beside)]
-        columns = tuple(_column(*pair) for pair in runs)
-        parameters = [dict(other.module.named_parameters()) for other in (subject, *beside)]
-        pairs = zip(columns[1:], parameters[1:], strict=True)
-        differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
-        changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
-    rows = _parameters(parameters_of(module) | dict(cut or {}), roles, show, per_head)
+    named = parameters_of(module) | dict(cut or {})
+    rows = _parameters(named, _roles(module, run), show, per_head)
     tied = _tied(module)
     rows = tuple(replace(row, tied=tied.get(row.name, ())) for row in rows)
+    formula, formula_numel = ("", None) if cut else _formula(subject)
+    total = ParametersTotal(
+        sum(row.numel for row in rows),
+        sum(row.nbytes for row in rows),
+        formula,
+        formula_numel,
+    )
+    columns, changes = None, ""
+    if run is not None and beside:
+        runs = [_recorded(further, of_several=True) for further in beside]
+        columns, changes = _side_by_side([subject, *beside], [run, *runs])
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
-    notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
     return ParamsReport(
         environment=environment,
         layer=layer_of(subject),
         parameters=rows,
-        total=ParametersTotal(
-            sum(row.numel for row in rows), sum(row.nbytes for row in rows), *(("", None) if cut else _formula(subject))
-        ),
+        total=total,
         side_by_side=columns,
         changes=changes,
-        notes=(*notes, *show.without_numbers(environment.device)),
+        notes=(*_notes(run), *show.without_numbers(environment.device)),
         ranks=ranks,
         buffers=tuple(_buffers(module)),
     )
+
+
+def _notes(run: Run | None) -> tuple[str, ...]:
+    """Return what roles do not say: attention that is no dot product, or that there is none."""
+    if run is None:
+        return ()
+    return unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
+
+
+def _side_by_side(subjects: Sequence[Subject], runs: Sequence[Run]) -> tuple[tuple[HeadCountColumn, ...], str]:
+    """Return the column of each head count, and what changes from the first one to the others."""
+    columns = tuple(_column(subject, run) for subject, run in zip(subjects, runs, strict=True))
+    first, *rest = [dict(subject.module.named_parameters()) for subject in subjects]
+    changes = []
+    for column, parameters in zip(columns[1:], rest, strict=True):
+        change = _change(columns[0].num_heads, first, column.num_heads, parameters)
+        if change:
+            changes.append(change)
+    return columns, " ".join(changes) or _unchanged(columns, first)
 
 
 def _tied(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -116,11 +136,12 @@ def _buffers(module: nn.Module) -> Iterator[Buffer]:
 
 def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
     """Return a run of the module; its state is restored. Raises `TargetFailedError` if a target's forward raises."""
-    with torch.no_grad(), subject.replaying(subject.state()):
-        built = ", ".join(f"{name} {value}" for name, value in subject.made_with.items()) if of_several else ""
-        with explaining(subject, f" with {built}" if built else ""):
-            # Tables of indices decide which features are used.
-            return subject.recorded(tables=True)
+    suffix = ""
+    if of_several and subject.made_with:
+        suffix = " with " + ", ".join(f"{name} {value}" for name, value in subject.made_with.items())
+    with torch.no_grad(), subject.replaying(subject.state()), explaining(subject, suffix):
+        # Tables of indices decide which features are used.
+        return subject.recorded(tables=True)
 
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:
@@ -132,17 +153,30 @@ def _roles(module: nn.Module, run: Run | None) -> Roles:
         if run is None and isinstance(part, nn.MultiheadAttention) and type(part).forward is _TORCHS_FORWARD:
             for name, role in _of_torchs_layer(part).items():
                 shown.setdefault(prefix + name, role)
-        axes = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
+        axes = _axes_of(part)
         for name, _ in part.named_parameters(recurse=False):
             roles[prefix + name] = ParameterRole(axes.get(name, ""), layer_class(part, ""))
-    return roles | {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
+    for name, role in shown.items():
+        if not role.axes and name in roles:
+            role = replace(role, axes=roles[name].axes)
+        roles[name] = role
+    return roles
+
+
+def _axes_of(module: nn.Module) -> dict[str, str]:
+    """Return the axes of the parameters of a module outside attentions, by name; empty if its kind has none."""
+    for kind, axes in _AXES.items():
+        if isinstance(module, kind):
+            return axes
+    return {}
 
 
 def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
     """Return the roles from a run of torch's own layer, whose arguments are known; empty for dtypes without inputs."""
     if _dtype(module.out_proj.weight) != spec_of(module).dtype:
         return {}
-    return dict(roles_of(_recorded(make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)), module))
+    call = make_call(Target(module, "torch", {}), Asked(INPUTS))
+    return dict(roles_of(_recorded(call.of(module)), module))
 
 
 def _formula(subject: Subject) -> tuple[str, int | None]:
@@ -163,7 +197,9 @@ def _parameters(
     whole = sum(local(parameter).numel() for parameter in named.values())
     rows = []
     for name, spread in named.items():
-        role, parameter, piece = roles.get(name, ParameterRole("", "")), local(spread), piece_of(spread)
+        role = roles.get(name, ParameterRole("", ""))
+        parameter, piece = local(spread), piece_of(spread)
+        place = _place(role, piece, parameter)
         rows.append(
             Parameter(
                 name=name,
@@ -173,7 +209,7 @@ def _parameters(
                 numel=parameter.numel(),
                 nbytes=parameter.numel() * parameter.element_size(),
                 share=parameter.numel() / whole if whole else 0.0,
-                role="; ".join(filter(None, (role.text, _place(role, piece, parameter)))),
+                role="; ".join(filter(None, (role.text, place))),
                 heads=_local_heads(role, parameter) if per_head and role.is_part else None,
                 stats=stats_of(parameter) if show.stats else None,
                 values=values_of(parameter, show) if show.values else None,
@@ -190,32 +226,61 @@ def _place(role: ParameterRole, piece: Piece | None, local: Tensor) -> str:
         return ""
     places = []
     for dim, (size, whole, start) in enumerate(zip(local.shape, piece.whole, piece.start, strict=True)):
-        if size < whole:
-            units = {1: ["elements"], 2: ["rows", "columns"]}
-            unit = units[local.dim()][dim] if local.dim() in units else f"dimension {dim}:"
-            heads = _heads_of(role, dim, (start, start + size), whole)
-            place = f"{unit} {span((start, start + size))} of {whole}" if size else f"no {unit} of {whole}"
-            places.append(place + (f": {heads}" if heads else ""))
+        if size >= whole:
+            continue
+        unit = _unit(dim, local.dim())
+        bounds = (start, start + size)
+        place = f"{unit} {span(bounds)} of {whole}" if size else f"no {unit} of {whole}"
+        heads = _heads_of(role, dim, bounds, whole)
+        places.append(f"{place}: {heads}" if heads else place)
     return ", ".join(places)
 
 
-def _heads_of(role: ParameterRole, dim: int, rows: tuple[int, int], whole: int) -> str:
+def _unit(dim: int, rank: int) -> str:
+    """Return what a dimension of a tensor counts: elements of a vector, rows or columns of a matrix."""
+    if rank == 1:
+        return "elements"
+    if rank == 2:
+        return "columns" if dim else "rows"
+    return f"dimension {dim}:"
+
+
+def _heads_of(role: ParameterRole, dim: int, bounds: tuple[int, int], whole: int) -> str:
     """Return the heads between two bounds of a dimension; empty if these bounds are not between heads."""
-    bounds = [(head.rows, head.columns)[dim] for head in role.heads] if dim < 2 else []
-    _, width = bounds[0] or (0, 0) if bounds else (0, 0)
-    in_order = bounds == [(number * width, (number + 1) * width) for number in range(len(bounds))]
-    if width == 0 or not in_order or whole % (width * len(bounds)) or rows[0] % width or rows[1] % width:
+    width = _width_of_heads(role, dim)
+    if width is None or whole % (width * len(role.heads)):
         return ""
-    heads = range(rows[0] // width, rows[1] // width)
-    return f"head{'s' if len(heads) > 1 else ''} {spans(heads)}"
+    start, stop = bounds
+    if start % width or stop % width:
+        return ""
+    heads = range(start // width, stop // width)
+    return f"heads {spans(heads)}" if len(heads) > 1 else f"head {spans(heads)}"
+
+
+def _width_of_heads(role: ParameterRole, dim: int) -> int | None:
+    """Return the width of a head in rows (0) or columns (1) that are the heads one after the other; else None."""
+    width = None
+    for number, head in enumerate(role.heads):
+        bounds = head.columns if dim == 1 else head.rows
+        if dim > 1 or not bounds:
+            return None
+        if width is None:
+            width = bounds[1]
+        if bounds != (number * width, (number + 1) * width):
+            return None
+    return width or None
 
 
 def _local_heads(role: ParameterRole, local: Tensor) -> tuple[HeadSlice, ...]:
     """Return the slices of the heads; empty if they are of a tensor that was gathered from several ranks."""
-    ends = ((piece.rows[1], *(piece.columns or ())[1:]) for piece in role.heads)
-    large = [size for size in local.shape if size > 1] if local.dim() > 2 else local.shape
-    fits = all(stop <= size for end in ends for stop, size in zip(end, large, strict=False))
-    return role.heads if fits else ()
+    sizes = [size for size in local.shape if size > 1] if local.dim() > 2 else list(local.shape)
+    for head in role.heads:
+        stops = [head.rows[1]]
+        if head.columns is not None:
+            stops.append(head.columns[1])
+        if any(stop > size for stop, size in zip(stops, sizes, strict=False)):
+            return ()
+    return role.heads
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -231,35 +296,51 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
         )
     parameters = dict(subject.module.named_parameters())
     names, roles = run.attentions[0][1], roles_of(run, subject.module)
-    first = {
-        name: tuple(piece for piece in roles[name].heads if piece.head == 0) for name in parameters if name in roles
-    }
+    first_head = {}
+    for name in parameters:
+        pieces = [piece for piece in roles[name].heads if piece.head == 0] if name in roles else []
+        if pieces:
+            first_head[name] = tuple(pieces)
     return HeadCountColumn(
         num_heads=names.num_heads,
         head_dim=names.head_dim,
         numel=sum(parameter.numel() for parameter in parameters.values()),
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        first_head={name: pieces for name, pieces in first.items() if pieces},
+        first_head=first_head,
     )
 
 
-def _change(heads: int, before: Mapping[str, Tensor], other_heads: int, after: Mapping[str, Tensor]) -> str:
+def _change(heads: int, before: Mapping[str, Tensor], heads_after: int, after: Mapping[str, Tensor]) -> str:
     """Return a sentence about parameters that differ from the baseline's; empty if all are the same bit for bit."""
-    both = [name for name in before if name in after]
-    reshaped = [name for name in both if before[name].shape != after[name].shape]
-    shapes = [f"{name} {list(before[name].shape)} becomes {list(after[name].shape)}" for name in reshaped]
-    values = [name for name in both if name not in reshaped and not same_bits(before[name], after[name])]
-    gone, new = [name for name in before if name not in both], [name for name in after if name not in both]
-    kinds = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
-    parts = "; ".join(what + first_few(names, 3) for what, names in kinds.items() if names)
-    return f"From {heads} to {other_heads} heads, the parameters change: {parts}." if parts else ""
+    reshaped, values, gone = [], [], []
+    for name, parameter in before.items():
+        if name not in after:
+            gone.append(name)
+        elif parameter.shape != after[name].shape:
+            reshaped.append(f"{name} {list(parameter.shape)} becomes {list(after[name].shape)}")
+        elif not same_bits(parameter, after[name]):
+            values.append(name)
+    new = [name for name in after if name not in before]
+    changes = []
+    if reshaped:
+        changes.append(first_few(reshaped, 3))
+    if new:
+        changes.append(f"{len(new)} new: {first_few(new, 3)}")
+    if gone:
+        changes.append(f"{len(gone)} gone: {first_few(gone, 3)}")
+    if values:
+        changes.append(f"other values in {first_few(values, 3)}")
+    if not changes:
+        return ""
+    return f"From {heads} to {heads_after} heads, the parameters change: {'; '.join(changes)}."
 
 
 def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tensor]) -> str:
-    heads, widths = ([str(getattr(column, name)) for column in columns] for name in ("num_heads", "head_dim"))
+    heads = listed([str(column.num_heads) for column in columns])
+    widths = listed([str(column.head_dim) for column in columns])
     on_meta = any(parameter.is_meta for parameter in parameters.values())
     values = " (on meta they have no values)" if on_meta else " and values, bit for bit"
     return (
-        f"With {listed(heads)} heads, all {len(parameters)} parameters have the same shapes{values}. "
-        f"Only the rows and columns of each head change: head_dim {listed(widths)}."
+        f"With {heads} heads, all {len(parameters)} parameters have the same shapes{values}. "
+        f"Only the rows and columns of each head change: head_dim {widths}."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -54,8 +54,8 @@ def plan_from(text: str) -> Plan:
     if text.endswith(".py"):
         raise InputError(f"plan {shown(text)} is missing the name of a function or a dict. Write {shown(text)}:NAME.")
     if ".py:" in text:
-        made, _ = load_object(text)
-        return Plan(code=made)
+        code, _ = load_object(text)
+        return Plan(code=code)
     try:
         styles = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,22 +72,9 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
     """Return the plan from a run of the whole module. Raises `InputError` with the reason if heads cannot be cut."""
     styles: dict[str, Style] = {}
     for (_, names), (parts, _), attention in zip(run.attentions, parts_of(run), attentions, strict=True):
-        where = f" of {attention.module}" if attention.module else ""
-        matrices = [part for part in parts if part.kind == "W" and part.heads]
-        for letter in "qkvo":
-            names_of = [part.parameter.name for part in matrices if part.letter == letter]
-            if (letter == "q" and not names_of) or len(names_of) > 1:
-                raise InputError(_not_one_matrix(f"W_{letter}{where}", names_of, module))
-        for part in matrices:
-            _require_own_linear(part, module)
-        if names.num_heads % ranks:
-            fits = [str(number) for number in range(2, names.num_heads + 1) if names.num_heads % number == 0]
-            way = f"Use --ranks {listed(fits)}." if fits else "One head cannot be cut."
-            raise InputError(f"{names.num_heads} heads{where} do not divide among {ranks} ranks. {way}")
-        if attention.qk_norm is not None and attention.qk_norm.over == "all":
-            raise InputError(
-                f"queries or keys{where} are normed over all heads, and a rank has only some. Norm each head."
-            )
+        matrices = _matrices(parts)
+        _require_matrices(matrices, attention, module)
+        _require_heads(names.num_heads, attention, ranks)
         copied = any(_count(part) % ranks for part in matrices if part.letter in "kv")
         for path, of_path in _by_module(matrices).items():
             letters = {part.letter for part in of_path}
@@ -100,6 +87,36 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
     if not styles:
         raise InputError("no attention was found, so there are no heads to cut. Check the target.")
     return Plan(styles)
+
+
+def _matrices(parts: Iterable[Part]) -> list[Part]:
+    """Return the projections whose rows or columns belong to heads, without biases."""
+    return [part for part in parts if part.kind == "W" and part.heads]
+
+
+def _require_matrices(matrices: Sequence[Part], attention: AttentionReport, module: nn.Module) -> None:
+    """Raise `InputError` unless each projection is one matrix, W_q at least, and each is that of an nn.Linear."""
+    for letter in "qkvo":
+        names = [part.parameter.name for part in matrices if part.letter == letter]
+        if (letter == "q" and not names) or len(names) > 1:
+            raise InputError(_not_one_matrix(f"W_{letter}{_place(attention)}", names, module))
+    for part in matrices:
+        _require_own_linear(part, module)
+
+
+def _require_heads(num_heads: int, attention: AttentionReport, ranks: int) -> None:
+    """Raise `InputError` if the heads do not divide among the ranks, or are normed together."""
+    place = _place(attention)
+    if num_heads % ranks:
+        divisors = [str(number) for number in range(2, num_heads + 1) if num_heads % number == 0]
+        way = f"Use --ranks {listed(divisors)}." if divisors else "One head cannot be cut."
+        raise InputError(f"{num_heads} heads{place} do not divide among {ranks} ranks. {way}")
+    if attention.qk_norm is not None and attention.qk_norm.over == "all":
+        raise InputError(f"queries or keys{place} are normed over all heads, and a rank has only some. Norm each head.")
+
+
+def _place(attention: AttentionReport) -> str:
+    return f" of {attention.module}" if attention.module else ""
 
 
 def _not_one_matrix(letter: str, names: Sequence[str], module: nn.Module) -> str:
@@ -129,16 +146,18 @@ def _require_own_linear(part: Part, module: nn.Module) -> None:
     if is_parametrized and isinstance(module.get_submodule(linear), nn.Linear):
         raise InputError(_computes_its_weight(linear))
     if not isinstance(module.get_submodule(owner), nn.Linear):
-        kind, shard = type(module.get_submodule(owner)).__name__, shard_of(part, module.get_parameter(name))
-        is_packed = shard is not None and shard.rows != (0, shard.size)
-        place = f"{('rows', 'columns')[shard.dim]} {span(shard.rows)} of " if shard and is_packed else ""
+        kind = type(module.get_submodule(owner)).__name__
+        shard = shard_of(part, module.get_parameter(name))
+        place = ""
+        if shard is not None and shard.rows != (0, shard.size):
+            place = f"{'columns' if shard.dim else 'rows'} {span(shard.rows)} of "
         raise InputError(
             f"{part.name} is {place}{name} of {kind}, and parallelize_module cuts nn.Linear. Give each projection a "
             "nn.Linear, or cut its heads in a function of module and mesh, and prove it with --plan FILE.py:NAME."
         )
     weight = module.get_submodule(owner)._parameters[attribute]
-    for path, other in module.named_modules():
-        if path != owner and any(tensor is weight for tensor in other._parameters.values()):
+    for path, further in module.named_modules():
+        if path != owner and any(tensor is weight for tensor in further._parameters.values()):
             raise InputError(
                 f"{path} has the weight of {owner}, and parallelize_module gives each module a part of its own. "
                 "Give them two weights."
@@ -154,12 +173,19 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
     for pattern in styles:
         if not any(is_at(path, pattern) for path in paths):
             raise InputError(f"the plan names {shown(pattern)}, and no module is there.{did_you_mean(pattern, paths)}")
-    found: dict[str, None] = {}
+    doubts: dict[str, None] = {}
     for parts, _ in parts_of(run):
-        for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
-            style: Style = next((style for pattern, style in styles.items() if is_at(path, pattern)), "replicate")
-            found |= dict.fromkeys(_doubts(path, of_path, ranks, style))
-    return tuple(found)
+        for path, of_path in _by_module(_matrices(parts)).items():
+            doubts |= dict.fromkeys(_doubts(path, of_path, ranks, _style_at(path, styles)))
+    return tuple(doubts)
+
+
+def _style_at(path: str, styles: Mapping[str, Style]) -> Style:
+    """Return the style of the module at a path: that of the first pattern which names it."""
+    for pattern, style in styles.items():
+        if is_at(path, pattern):
+            return style
+    return "replicate"
 
 
 def _by_module(parts: Sequence[Part]) -> dict[str, list[Part]]:
@@ -176,34 +202,46 @@ def _count(part: Part) -> int:
 
 def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Iterator[str]:
     """Yield the reason that a cut of a projection does not give each rank whole heads, if there is one."""
-    path, dim, letters = _folded(path), int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
-    is_output = any(part.letter == "o" for part in parts)
     if style == "replicate":
         return
+    path, letters = _folded(path), listed([f"W_{part.letter}" for part in parts])
+    is_output = any(part.letter == "o" for part in parts)
     if is_output and len(parts) > 1:
-        yield f"{path} is {listed(letters)}: one is cut by rows, the other by columns. Give each a nn.Linear."
+        yield f"{path} is {letters}: one is cut by rows, the other by columns. Give each a nn.Linear."
         return
     if is_output != (style == "rowwise"):
         right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"
-        yield f"{path} is {listed(letters)} and cut {style}. It must be {right}."
+        yield f"{path} is {letters} and cut {style}. It must be {right}."
         return
+    dim = 1 if style == "rowwise" else 0
     for part in parts:
-        used, count = part.parameter.tensor, _count(part)
-        for head, places in part.heads.items():
-            rows = coordinates(places[places >= 0], used)[dim]
-            if used.shape[dim] % ranks or (rows // (used.shape[dim] // ranks) != head * ranks // count).any():
-                lines = f"{used.shape[dim]} {'columns' if dim else 'rows'}"
-                if len(parts) > 1:
-                    yield (
-                        f"{path} has {listed(letters)} in its {lines}, and a cut into {ranks} gives a rank other heads "
-                        "of each. Give each a nn.Linear."
-                    )
-                elif count % ranks:
-                    heads = plural(count, "head")
-                    yield f"{path} has {heads}, and a cut of its {lines} into {ranks} is inside of a head."
-                else:
-                    yield f"the {lines} of {path} are not its {count} heads one after the other."
-                return
+        if _gives_whole_heads(part, dim, ranks):
+            continue
+        count = _count(part)
+        lines = f"{part.parameter.tensor.shape[dim]} {'columns' if dim else 'rows'}"
+        if len(parts) > 1:
+            yield (
+                f"{path} has {letters} in its {lines}, and a cut into {ranks} gives a rank other heads "
+                "of each. Give each a nn.Linear."
+            )
+        elif count % ranks:
+            yield f"{path} has {plural(count, 'head')}, and a cut of its {lines} into {ranks} is inside of a head."
+        else:
+            yield f"the {lines} of {path} are not its {count} heads one after the other."
+        return
+
+
+def _gives_whole_heads(part: Part, dim: int, ranks: int) -> bool:
+    """Return whether equal parts of the rows (0) or columns (1) of a matrix are the heads of each rank, in order."""
+    matrix, count = part.parameter.tensor, _count(part)
+    if matrix.shape[dim] % ranks:
+        return False
+    size = matrix.shape[dim] // ranks
+    for head, places in part.heads.items():
+        rows = coordinates(places[places >= 0], matrix)[dim]
+        if (rows // size != head * ranks // count).any():
+            return False
+    return True
 
 
 def is_at(path: str, pattern: str) -> bool:
@@ -231,13 +269,22 @@ def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> st
     patterns = folded(styles)
     classes = sorted({STYLES[style] for style in patterns.values()} - {""})
     lines = [f"from torch.distributed.tensor.parallel import {', '.join([*classes, 'parallelize_module'])}"]
-    lines += [*(_WITH_DTENSORS if call else []), "", "parallelize_module(model, mesh, {"]
+    if call:
+        lines += _WITH_DTENSORS
+    lines += ["", "parallelize_module(model, mesh, {"]
     for pattern, style in patterns.items():
+        if style == "replicate":
+            lines.append(f"    # {pattern}: every rank has a copy")
+            continue
         argument = "use_local_output=False" if call and style == "colwise" else ""
-        entry = f'"{pattern}": {STYLES[style]}({argument}),'
-        lines.append(f"    {entry}" if STYLES[style] else f"    # {pattern}: every rank has a copy")
-    lines += ["})", *(["with implicit_replication(), sdpa_kernel(SDPBackend.MATH):", f"    {call}"] if call else [])]
+        lines.append(f'    "{pattern}": {STYLES[style]}({argument}),')
+    lines.append("})")
+    if call:
+        lines += ["with implicit_replication(), sdpa_kernel(SDPBackend.MATH):", f"    {call}"]
     if hugging_face:
-        entries = [f'    "{pattern}": "{style}",' for pattern, style in patterns.items() if STYLES[style]]
-        lines += ["tp_plan = {", *entries, "}"]
+        lines.append("tp_plan = {")
+        for pattern, style in patterns.items():
+            if style != "replicate":
+                lines.append(f'    "{pattern}": "{style}",')
+        lines.append("}")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -36,9 +36,9 @@ from ..running.subject import Run, Subject, run_and_record
 from ..text import first_few, first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
-from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
+from .ranks import Shard, rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
-from .shard_plan import Plan, code_of, doubts_of, is_at, plan_of
+from .shard_plan import Plan, Style, code_of, doubts_of, is_at, plan_of
 from .trace import traced
 
 _NO_SIMULATION = "this torch cannot simulate ranks, which needs torch 2.10 or newer. Update torch."
@@ -70,40 +70,90 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
         plan = plan_of(whole, subject.module, whole_trace.attentions, ranks)
     else:
         plan = replace(plan, doubts=doubts_of(plan.styles, whole, subject.module, ranks) if plan.styles else ())
+    tried = _tried(subject, show, ranks, plan, whole, is_ours=is_ours)
+    outcome, proof = tried.outcome, tried.proof
+    if outcome is None or proof is None:
+        why = " ".join(plan.doubts) or f"{'; with DTensors '.join(dict.fromkeys(tried.errors))}."
+        raise InputError(f"over {ranks} ranks {why}")
+    if proof.agrees is False:
+        proof = replace(proof, note=_first_difference(subject, whole, outcome, ranks))
+    trace = outcome.trace
+    notes = [*trace.notes]
+    if not plan.doubts and _scores(whole_trace) == _scores(trace):
+        trace = _with_all_heads(trace, whole_trace)
+        notes.append("Every rank computes all heads.")
+    if tried.errors and not is_ours:
+        notes.append(f"Only with DTensors, as in the code: without them {tried.errors[0]}.")
+    uncalled = _uncalled(plan, whole)
+    if uncalled:
+        notes.append(f"The plan has {first_few(uncalled, 4)}, which the forward does not call.")
+    notes += [*drawn, *plan.doubts, *subject.notes]
+    styles = dict(plan.styles)
+    code = _code(subject, styles, outcome) if styles else None
+    return replace(trace, proof=proof, plan=styles or None, plan_code=code, notes=tuple(notes)), outcome.run
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """The runs of a plan, without DTensors and with them, as far as they were necessary."""
+
+    outcome: _Outcome | None
+    """The last run that did not raise; None if all raised."""
+    proof: Proof | None
+    """Its comparison with the whole module."""
+    errors: list[str]
+    """Why the others raised."""
+
+
+def _tried(subject: Subject, show: Show, ranks: int, plan: Plan, whole: Run, *, is_ours: bool) -> _Tried:
+    """Run a plan until its results are those of the whole module."""
     outcome, proof, errors = None, None, list[str]()
-    # Only DTensors give each query head its own of copied key heads, and join the heads of ranks without W_o.
-    needs_whole = is_ours and ("replicate" in plan.styles.values() or "rowwise" not in plan.styles.values())
-    # torch completes a DTensor wherever that is necessary, which would hide that heads are not cut.
-    local_only = plan.code is not None or plan.doubts
-    for keeps in (True,) if needs_whole else (False,) if local_only else (False, True):
+    wholes = {name: tensor.detach() for name, tensor in tensors_in(whole.returned)}
+    for keeps in _ways_to_run(plan, is_ours=is_ours):
         try:
             outcome = _simulated(subject, show, ranks, plan, keeps)
         except _RankError as error:
             errors.append(str(error))
             continue
-        proof = _proof(subject, {name: each.detach() for name, each in tensors_in(whole.returned)}, outcome)
-        # With DTensors torch would hide that a user's plan runs and is wrong; not that a result has a rank's part.
-        if proof.agrees is not False or not (is_ours or proof.max_abs_difference is None):
+        proof = _proof(subject, wholes, outcome)
+        if proof.agrees is not False:
             break
-    if outcome is None or proof is None:
-        why = " ".join(plan.doubts) or f"{'; with DTensors '.join(dict.fromkeys(errors))}."
-        raise InputError(f"over {ranks} ranks {why}")
-    if proof.agrees is False:
-        proof = replace(proof, note=_first_difference(subject, whole, outcome, ranks))
-    styles = dict(plan.styles)
-    call = "model(..., use_cache=False)" if _takes_cache(subject.module) else "model(...)"
+        # With DTensors torch would hide that a user's plan runs and is wrong; not that a result has a rank's part.
+        has_part_of_rank = proof.max_abs_difference is None
+        if not is_ours and not has_part_of_rank:
+            break
+    return _Tried(outcome, proof, errors)
+
+
+def _ways_to_run(plan: Plan, *, is_ours: bool) -> tuple[bool, ...]:
+    """Return whether to run a plan with DTensors: without them first, then with them, or one of both."""
+    # Only DTensors give each query head its own of copied key heads, and join the heads of ranks without W_o.
+    styles = plan.styles.values()
+    if is_ours and ("replicate" in styles or "rowwise" not in styles):
+        return (True,)
+    # torch completes a DTensor wherever that is necessary, which would hide that heads are not cut.
+    if plan.code is not None or plan.doubts:
+        return (False,)
+    return (False, True)
+
+
+def _code(subject: Subject, styles: Mapping[str, Style], outcome: _Outcome) -> str:
+    """Return the code that applies the styles, with the call if that must be another one, for DTensors."""
+    call = ""
+    if outcome.keeps:
+        call = "model(..., use_cache=False)" if _takes_cache(subject.module) else "model(...)"
     shared = hasattr(subject.module, "tp_plan") and not outcome.keeps
-    code = code_of(styles, call if outcome.keeps else "", hugging_face=shared) if styles else None
-    trace, said = outcome.trace, list[str]()
-    if not plan.doubts and _scores(whole_trace) == _scores(trace):
-        trace, said = _with_all_heads(trace, whole_trace), ["Every rank computes all heads."]
-    if errors and not is_ours:
-        said.append(f"Only with DTensors, as in the code: without them {errors[0]}.")
-    called, cuts = {op.module for op in whole.recording.ops}, [path for path in styles if styles[path] != "replicate"]
-    if unused := [pattern for pattern in cuts if not any(is_at(path, pattern) for path in called)]:
-        said.append(f"The plan has {first_few(unused, 4)}, which the forward does not call.")
-    notes = (*trace.notes, *said, *drawn, *plan.doubts, *subject.notes)
-    return replace(trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
+    return code_of(styles, call, hugging_face=shared)
+
+
+def _uncalled(plan: Plan, whole: Run) -> list[str]:
+    """Return the patterns of a plan that cut no module of the forward."""
+    called = {op.module for op in whole.recording.ops}
+    uncalled = []
+    for pattern, style in plan.styles.items():
+        if style != "replicate" and not any(is_at(path, pattern) for path in called):
+            uncalled.append(pattern)
+    return uncalled
 
 
 @contextmanager
@@ -127,31 +177,47 @@ def _without_equal_elements(subject: Subject) -> tuple[Subject, list[str]]:
     """
     drawn: dict[int, nn.Parameter] = {}
     generator = torch.Generator().manual_seed(0)
-    parameters = {name: each for name, each in subject.module.named_parameters() if not is_lazy(each)}
-    for parameter in parameters.values():
-        first = parameter.detach().flatten()[:1]
-        if first.is_meta or not first.is_floating_point() or not first.numel() or not (parameter == first).all():
+    names = []
+    for name, parameter in subject.module.named_parameters():
+        if is_lazy(parameter) or not _has_equal_elements(parameter):
             continue
-        if parameter.numel() > 1 or not first.any():
-            numbers = torch.randn(parameter.shape, generator=generator).to(parameter) / 8
-            drawn[id(parameter)] = nn.Parameter(parameter.detach() + numbers, parameter.requires_grad)
-    names = [name for name, parameter in parameters.items() if id(parameter) in drawn]
-    said = f"Equal elements hide what is added twice or cut: random numbers were added to {first_few(names, 2)}."
-    return subject.fresh(drawn), [said] if names else []
+        names.append(name)
+        numbers = torch.randn(parameter.shape, generator=generator).to(parameter) / 8
+        drawn[id(parameter)] = nn.Parameter(parameter.detach() + numbers, parameter.requires_grad)
+    notes = []
+    if names:
+        shown = first_few(names, 2)
+        notes.append(f"Equal elements hide what is added twice or cut: random numbers were added to {shown}.")
+    return subject.fresh(drawn), notes
+
+
+def _has_equal_elements(parameter: nn.Parameter) -> bool:
+    """Return whether all numbers of a parameter are equal; a single one counts if it is 0."""
+    first = parameter.detach().flatten()[:1]
+    if first.is_meta or not first.is_floating_point() or not first.numel():
+        return False
+    if not bool((parameter == first).all()):
+        return False
+    return parameter.numel() > 1 or not bool(first.any())
 
 
 def _scores(trace: Trace) -> list[int]:
-    return [prod(stage.shape) for each in trace.attentions for stage in each.stages if stage.name == "scores"]
+    """Return the number of scores of each attention."""
+    numels = []
+    for attention in trace.attentions:
+        numels += [prod(stage.shape) for stage in attention.stages if stage.name == "scores"]
+    return numels
 
 
 def _with_all_heads(trace: Trace, whole: Trace) -> Trace:
     """Return a rank's trace with the head counts of the whole module: of gathered heads the axes show one rank's."""
-    pairs = zip(trace.attentions, whole.attentions, strict=True)
-    every = [replace(own, num_heads=all_.num_heads, num_kv_heads=all_.num_kv_heads) for own, all_ in pairs]
-    counts = {(each.num_heads, each.num_kv_heads) for each in every}
+    attentions = []
+    for attention, uncut in zip(trace.attentions, whole.attentions, strict=True):
+        attentions.append(replace(attention, num_heads=uncut.num_heads, num_kv_heads=uncut.num_kv_heads))
+    counts = {(attention.num_heads, attention.num_kv_heads) for attention in attentions}
     heads, kv_heads = counts.pop() if len(counts) == 1 else (None, None)
     ranks = [replace(rank, heads=heads, kv_heads=kv_heads) for rank in trace.ranks or ()]
-    return replace(trace, attentions=tuple(every), ranks=tuple(ranks))
+    return replace(trace, attentions=tuple(attentions), ranks=tuple(ranks))
 
 
 class _RankError(Exception):
@@ -194,8 +260,11 @@ def cut(module: nn.Module, mesh: Any, plan: Plan, *, keeps: bool = False) -> nn.
         return plan.code(module, mesh) or module
     styles: Any = plan.code
     if styles is None:
-        made = {"colwise": parallel.ColwiseParallel(use_local_output=not keeps), "rowwise": parallel.RowwiseParallel()}
-        styles = {path: made[style] for path, style in plan.styles.items() if style in made}
+        classes = {
+            "colwise": parallel.ColwiseParallel(use_local_output=not keeps),
+            "rowwise": parallel.RowwiseParallel(),
+        }
+        styles = {path: classes[style] for path, style in plan.styles.items() if style in classes}
     # torch cuts a parameter into all parts again for each simulated rank, to take one.
     with patch.object(torch, "chunk", lru_cache(maxsize=1)(torch.chunk)):
         # Without a source rank each rank takes its part of the parameter that it has.
@@ -206,23 +275,12 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
     """Run all ranks. Raises `_RankError` if the plan does not fit or the forward raises."""
     device = environment_of(subject).device
     with process_group(ranks, device.partition(":")[0]) as mesh:
-        from torch.distributed.tensor.experimental import implicit_replication
-
         fresh = subject.fresh()
         if fresh.module is subject.module:
             copy_module(fresh.module)  # raises the reason, for the module itself would be cut
         if keeps and device != "meta" and _takes_cache(subject.module):
             fresh = replace(fresh, kwargs={**fresh.kwargs, "use_cache": False})
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if device != "meta":
-                stack.enter_context(_all_ranks(ranks, answers=plan.code is None))
-            if keeps and device == "meta":
-                stack.enter_context(_JoinedWithoutEmpty())
-            if keeps:
-                stack.enter_context(implicit_replication())
-                # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
-                stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
+        with _simulation(ranks, plan, keeps=keeps, on_meta=device == "meta"):
             try:
                 module = cut(fresh.module, mesh, plan, keeps=keeps)
             except Exception as error:  # user code and torch may raise anything
@@ -231,10 +289,7 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
             try:
                 with spread.settings():
                     run = run_and_record(spread.module, spread.args, spread.kwargs, keep=device != "meta")
-                parts = ((name, each.detach()) for name, each in tensors_in(run.returned))
-                returned = {
-                    name: by_rank(each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in parts
-                }
+                returned = _returned_by_rank(run)
             except Exception as error:  # torch may raise anything where it completes a result
                 raise _RankError(f"the forward raises: {first_line(error).rstrip('.')}") from None
         if run.error is not None:
@@ -242,11 +297,46 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         kept = {number: by_rank(value) for number, value in run.recording.values.items()}
         _take_rank(run, kept, 0)
         leaves = {number: by_rank(leaf)[0] for number, leaf in spread.leaves(run.recording).items()}
-        about: Any = {"environment": environment_of(subject), "layer": layer_of(subject)}
-        trace = report(run, show, kinds=kinds_of(run), leaves=leaves, **about)
+        trace = report(
+            run,
+            show,
+            kinds=kinds_of(run),
+            leaves=leaves,
+            environment=environment_of(subject),
+            layer=layer_of(subject),
+        )
         trace = with_whole_shapes(trace, run, spread.module)
         trace = replace(trace, ranks=_ranks(ranks, trace, run, spread.module))
     return _Outcome(trace, run, kept, returned, keeps)
+
+
+@contextmanager
+def _simulation(ranks: int, plan: Plan, *, keeps: bool, on_meta: bool) -> Iterator[None]:
+    """Run the body on all ranks, or on meta on rank 0 alone; with `keeps` on DTensors."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if not on_meta:
+            stack.enter_context(_all_ranks(ranks, answers=plan.code is None))
+        if keeps and on_meta:
+            stack.enter_context(_JoinedWithoutEmpty())
+        if keeps:
+            stack.enter_context(implicit_replication())
+            # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
+            stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
+        yield
+
+
+def _returned_by_rank(run: Run) -> dict[str, list[Tensor]]:
+    """Return each result by its name, for each rank; a DTensor as the whole that its parts are."""
+    returned = {}
+    for name, output in tensors_in(run.returned):
+        tensor = output.detach()
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        returned[name] = by_rank(tensor)
+    return returned
 
 
 def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Exception:
@@ -259,9 +349,12 @@ def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Excepti
     if trace is not None and ranks is not None:
         note = f"This is rank 0 of {ranks}. The whole module runs."
         return ForwardError(str(failed), replace(trace, notes=(*trace.notes, note)))
-    place = f" in {trace.failure.module}" if trace is not None and trace.failure and trace.failure.module else ""
-    cause = trace.failure.cause if trace is not None and trace.failure else None
-    way = f". {cause.explanation} {cause.fix}" if cause is not None and cause.name == "cut_over_ranks" else ""
+    place = way = ""
+    failure = None if trace is None else trace.failure
+    if failure is not None and failure.module:
+        place = f" in {failure.module}"
+    if failure is not None and failure.cause is not None and failure.cause.name == "cut_over_ranks":
+        way = f". {failure.cause.explanation} {failure.cause.fix}"
     return _RankError(f"the forward raises{place}: {first_line(run.error).rstrip('.')}{way.rstrip('.')}")
 
 
@@ -291,10 +384,11 @@ def _all_ranks(ranks: int, *, answers: bool) -> Iterator[None]:
         raise InputError(_NO_SIMULATION) from None
     mesh = simulation._LocalDeviceMesh
     group = torch.distributed.ProcessGroup  # get_rank may have been imported by its name
-    asks = (group, "rank"), *((mesh, f"get_{name}") for name in ("rank", "local_rank", "coordinate"))
+    asks = ((group, "rank"), (mesh, "get_rank"), (mesh, "get_local_rank"), (mesh, "get_coordinate"))
     with ExitStack() as stack:
-        for owner, name in () if answers else asks:
-            stack.enter_context(patch.object(owner, name, _guarded(getattr(owner, name))))
+        if not answers:
+            for owner, name in asks:
+                stack.enter_context(patch.object(owner, name, _guarded(getattr(owner, name))))
         stack.enter_context(simulation.LocalTensorMode(ranks))
         if not answers:  # since torch 2.15 the simulation has a get_rank of its own
             guarded = _guarded(torch.distributed.get_rank)
@@ -321,7 +415,8 @@ def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_rank(run: Run, kept: dict[int, list[Tensor]], rank: int) -> None:
     """Make the tensors of a rank those of the run."""
-    run.recording.values.update({number: each[rank % len(each)] for number, each in kept.items()})
+    for number, tensors in kept.items():
+        run.recording.values[number] = tensors[rank % len(tensors)]
 
 
 def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank, ...]:
@@ -332,14 +427,23 @@ def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank,
         start, stop = first.rows.get("W_k", (0, 0))  # the stages may have a copied key head once for each query head
         first = replace(first, kv_heads=(stop - start) // trace.attentions[0].head_dim or first.kv_heads)
 
-    def rows(rank: int, name: str, start: int, stop: int) -> tuple[int, int]:
-        size, whole = shards[name].size, shards[name].whole
-        # Of a parameter that every rank has whole, a rank uses the heads of its queries.
-        before = rank * size if size < whole else rank * (whole // (stop - start)) // ranks * (stop - start)
-        return start + before, stop + before
+    moved = []
+    for rank in range(ranks):
+        rows = {name: _moved(bounds, shards[name], rank, ranks) for name, bounds in first.rows.items()}
+        moved.append(replace(first, rank=rank, rows=rows))
+    return with_copies(moved)
 
-    moved = ({name: rows(rank, name, *bounds) for name, bounds in first.rows.items()} for rank in range(ranks))
-    return with_copies([replace(first, rank=rank, rows=each) for rank, each in enumerate(moved)])
+
+def _moved(rows: tuple[int, int], shard: Shard, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the rows of a part on a rank, given those on rank 0."""
+    start, stop = rows
+    if shard.size < shard.whole:
+        before = rank * shard.size
+    else:
+        # Of a parameter that every rank has whole, a rank uses the heads of its queries.
+        used = stop - start
+        before = rank * (shard.whole // used) // ranks * used
+    return start + before, stop + before
 
 
 def _proof(subject: Subject, wholes: dict[str, Tensor], outcome: _Outcome) -> Proof:
@@ -351,10 +455,10 @@ def _proof(subject: Subject, wholes: dict[str, Tensor], outcome: _Outcome) -> Pr
     worst, proof = -1.0, Proof(None, None, False, of="ranks")
     for name, whole in wholes.items():
         # A further result of another shape has the heads of a rank.
-        each = [output for output in outcome.returned.get(name, ()) if output.shape == whole.shape]
-        if proof.max_abs_difference is None and not each:
+        outputs = [output for output in outcome.returned.get(name, ()) if output.shape == whole.shape]
+        if proof.max_abs_difference is None and not outputs:
             return proof
-        largest = max((distances(whole, output)[0] for output in each), default=0.0)
+        largest = max((distances(whole, output)[0] for output in outputs), default=0.0)
         floor = rounding_of(subject, whole, partial(_named, name)) if largest else 0.0
         times, verdict = judge(largest, floor)
         if not times <= worst:  # also NaN
@@ -369,39 +473,52 @@ def _named(name: str, returned: Any) -> Tensor:
 def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: int) -> str:
     """Return a sentence that names the first stage of a rank that is not its part of the whole module's stage."""
     if len(whole.attentions) != len(outcome.run.attentions):
-        found = f"{len(outcome.run.attentions)} attentions where the whole module computes {len(whole.attentions)}"
-        return f"A rank computes {found}."
+        count = len(outcome.run.attentions)
+        return f"A rank computes {count} attentions where the whole module computes {len(whole.attentions)}."
     try:
         exact: Run | None = subject.fresh().copied(torch.float64).recorded(keep=True)
     except Exception:  # user code may raise anything in another dtype
         exact = None
-    for number, (named, of_rank) in enumerate(zip(whole.attentions, outcome.run.attentions, strict=True)):
-        expected = contents_of(whole, *named)
+    for number, attention in enumerate(whole.attentions):
+        expected = contents_of(whole, *attention)
         precise = contents_of(exact, *exact.attentions[number]) if exact is not None else {}
-        for stage in (stage for stage in STAGES if stage in expected):
+        of_attention = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
+        for stage in STAGES:
+            if stage not in expected:
+                continue
             for rank in range(ranks):
                 _take_rank(outcome.run, outcome.kept, rank)
-                got = contents_of(outcome.run, *of_rank).get(stage)
-                if got is None:
+                content = contents_of(outcome.run, *outcome.run.attentions[number]).get(stage)
+                if content is None:
                     continue
-                wanted = _part(expected[stage], got.shape, rank, ranks)
-                which = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
-                said = f"The first difference is {stage}{which}"
-                if wanted is None:
-                    shapes = f"{shape_text(tuple(got.shape))}, no part of {shape_text(tuple(expected[stage].shape))}"
-                    return f"{said}: rank {rank} has {shapes}."
-                floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype)) if precise else 0.0
-                largest = distances(wanted, got)[0]
-                if judge(largest, floor)[1] == "differs":
-                    return f"{said} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+                difference = _difference_on(rank, ranks, content, expected[stage], precise.get(stage))
+                if difference:
+                    return f"The first difference is {stage}{of_attention}{difference}"
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
+
+
+def _difference_on(rank: int, ranks: int, content: Tensor, expected: Tensor, precise: Tensor | None) -> str:
+    """Return how a stage of a rank is not its part of the whole module's, the end of a sentence; empty if it is.
+
+    `precise` is the whole module's stage in float64, which shows its rounding error.
+    """
+    part = _part(expected, content.shape, rank, ranks)
+    if part is None:
+        shape, whole = shape_text(tuple(content.shape)), shape_text(tuple(expected.shape))
+        return f": rank {rank} has {shape}, no part of {whole}."
+    floor = 0.0 if precise is None else rounding_error(expected, precise.to(expected.dtype))
+    largest = distances(part, content)[0]
+    if judge(largest, floor)[1] != "differs":
+        return ""
+    return f" on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
 
 
 def _part(whole: Tensor, shape: torch.Size, rank: int, ranks: int) -> Tensor | None:
     """Return the part of a stage that a rank should have, in this shape; None if it is no equal part."""
     for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size != part:
-            if part * ranks != size:
-                return None
-            whole = whole.narrow(dim, rank * part, part)
+        if size == part:
+            continue
+        if part * ranks != size:
+            return None
+        whole = whole.narrow(dim, rank * part, part)
     return whole

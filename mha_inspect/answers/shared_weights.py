@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,32 +65,48 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     transposed = _read_transposed(source, target)
-    exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
-    shared = _ByName.NOT_SHARED if transposed else _share_by_name(source, target)
-    if shared is _ByName.EQUAL:
-        return SharedWeights(True, "Both sides have the same parameters: names, shapes and numbers agree.", ()), _SAME
-    if shared is _ByName.COPIED:
-        way = "from left to right" if source is left else "from right to left"
-        said = _before_the_copy(exchanged, *(("left", "right") if source is left else ("right", "left")))
-        return SharedWeights(True, f"Copied by name {way}: names and shapes agree.{said}", ()), _SAME
+    if not transposed:
+        exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
+        by_name = _share_by_name(source, target)
+        if by_name is _ByName.EQUAL:
+            sentence = "Both sides have the same parameters: names, shapes and numbers agree."
+            return SharedWeights(True, sentence, ()), _SAME
+        if by_name is _ByName.COPIED:
+            given, taken = ("left", "right") if source is left else ("right", "left")
+            sentence = f"Copied by name from {given} to {taken}: names and shapes agree."
+            return SharedWeights(True, sentence + _before_the_copy(exchanged, given, taken), ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
-    if isinstance(direction, str):
-        if not any(weights_by_name(side) for side in (left, right)):
-            return SharedWeights(True, "Neither side has weights.", ()), _SAME
-        sentence = "The weights could not be copied; each side keeps its own."
-        return SharedWeights(False, sentence, (direction,)), ""
+    if isinstance(direction, _Direction):
+        return _shared_by_head(direction, transposed)
+    if not any(weights_by_name(side) for side in (left, right)):
+        return SharedWeights(True, "Neither side has weights.", ()), _SAME
+    sentence = "The weights could not be copied; each side keeps its own."
+    return SharedWeights(False, sentence, (direction,)), ""
+
+
+def _shared_by_head(direction: _Direction, transposed: Sequence[str]) -> Shared:
+    """Copy the weights outside the projections too, by name, and return how everything was copied."""
     source, target = direction.source, direction.target
     lacking = _why_not(direction.not_copied, target.label, source.label)
     named = _copied_by_name(source, target)
     left_out = (*lacking, *_rest(source, named), *_rest(target, named))
-    filled = {part for copied in direction.copied for part in copied.filled}
+    filled: set[str] = set()
+    for copied in direction.copied:
+        filled.update(copied.filled)
+    added = []
+    if "W_o" in filled:
+        added.append("the identity as W_o")
+    if filled - {"W_o"}:
+        added.append("zeros as biases")
     how = f"Copied by head from {source.label} to {target.label}"
-    added = ["the identity as W_o"] if "W_o" in filled else []
-    added += ["zeros as biases"] if filled - {"W_o"} else []
-    how += f", with {listed(added)}" if added else ""
-    how += f", with {first_few(transposed, 3)} transposed" if transposed else ""
-    how += ", as far as they fit" if lacking else ""
-    how += f", and {plural(len(named), 'other tensor')} by name and shape" if named else ""
+    if added:
+        how += f", with {listed(added)}"
+    if transposed:
+        how += f", with {first_few(transposed, 3)} transposed"
+    if lacking:
+        how += ", as far as they fit"
+    if named:
+        how += f", and {plural(len(named), 'other tensor')} by name and shape"
     given = "weights copied as far as they fit and the same input" if left_out else _SAME
     return SharedWeights(not left_out, f"{how}.", left_out), given
 
@@ -109,18 +126,22 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
             return _why_not(copied.not_copied[:1], target.label, source.label)[0]
         given, taken = _outside(source), _outside(target)
         if not _agree(given, taken):
-            return next(iter((*_rest(target), *_rest(source))))
+            return next(chain(_rest(target), _rest(source)))
     with torch.no_grad():
         for name, tensor in taken.items():
             tensor.copy_(given[name])
     target.forget()
-    unlike = next((name for name, tensor in taken.items() if not same_bits(tensor, given[name].to(tensor))), "")
-    return f"{target.label} ties {unlike} to another weight, and {source.label} does not." if unlike else ""
+    for name, tensor in taken.items():
+        if not same_bits(tensor, given[name].to(tensor)):
+            return f"{target.label} ties {name} to another weight, and {source.label} does not."
+    return ""
 
 
 def _agree(given: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> bool:
     """Return whether names and shapes are the same."""
-    return {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in taken.items()}
+    if given.keys() != taken.keys():
+        return False
+    return all(tensor.shape == taken[name].shape for name, tensor in given.items())
 
 
 def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ...]:
@@ -129,14 +150,18 @@ def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ..
     nn.Linear has `out in`, and `x @ weight` reads `in out`: the same numbers give other projections.
     """
     modules = left.subject.module, right.subject.module
-    ours, theirs = (dict(module.named_parameters()) for module in modules)
-    square = [
-        name for name, weight in ours.items() if name in theirs and weight.dim() == 2 and len({*weight.shape}) == 1
-    ]
+    theirs = dict(modules[1].named_parameters())
+    square = []
+    for name, weight in modules[0].named_parameters():
+        if name in theirs and weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
+            square.append(name)
     if all(_is_of_linear(module, name) for module in modules for name in square):
         return ()
-    steps, others = _inner_steps(left), _inner_steps(right)
-    differing = {name for use, step in steps.items() if others.get(use, step) != step for name in use[1:]}
+    our_steps, their_steps = _inner_steps(left), _inner_steps(right)
+    differing = set()
+    for (part, name), step in our_steps.items():
+        if their_steps.get((part, name), step) != step:
+            differing.add(name)
     return tuple(name for name in square if name in differing)
 
 
@@ -176,8 +201,9 @@ def _statistics(module: nn.Module) -> dict[str, Tensor]:
 
 def differing_buffers(left: nn.Module, right: nn.Module) -> tuple[str, ...]:
     """Return the names of buffers that both modules have with different shapes or numbers, without batch statistics."""
-    ours, theirs = (_buffers(module) for module in (left, right))
-    return tuple(name for name, buffer in ours.items() if name in theirs and not _same_numbers(buffer, theirs[name]))
+    ours, theirs = _buffers(left), _buffers(right)
+    both = [name for name in ours if name in theirs]
+    return tuple(name for name in both if not _same_numbers(ours[name], theirs[name]))
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -200,30 +226,30 @@ def _numbers(side: ComparableRun) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights_by_name(side).items()}
 
 
-def _exchanged(numbers: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the weights that have the numbers of one of another name on the other side: `{"q.weight": "k.weight"}`.
+def _exchanged(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return their weights that have the numbers of ours of another name: `{"q.weight": "k.weight"}`.
 
     A seed gives them so where the layers are made in another order.
     """
-    found: dict[str, str] = {}
-    for name, tensor in others.items():
-        if name not in numbers or tensor.dim() < 2 or same_bits(tensor, numbers[name].to(tensor)):
+    exchanged: dict[str, str] = {}
+    for name, tensor in theirs.items():
+        if name not in ours or tensor.dim() < 2 or same_bits(tensor, ours[name].to(tensor)):
             continue
-        for other, candidate in numbers.items():
-            if other != name and candidate.shape == tensor.shape and same_bits(tensor, candidate.to(tensor)):
-                found[name] = other
+        for candidate, numbers in ours.items():
+            if candidate != name and numbers.shape == tensor.shape and same_bits(tensor, numbers.to(tensor)):
+                exchanged[name] = candidate
                 break
-    return found
+    return exchanged
 
 
 def _before_the_copy(exchanged: Mapping[str, str], source: str, target: str) -> str:
     """Return which weights were those of other names before the copy: they were drawn in another order."""
     if not exchanged:
         return ""
-    name, other = next(iter(exchanged.items()))
+    name, name_in_source = next(iter(exchanged.items()))
     more = f", and {plural(len(exchanged) - 1, 'other')} alike" if len(exchanged) > 1 else ""
     return (
-        f" The {target} had drawn {name} as the {source} drew {other}{more}. "
+        f" The {target} had drawn {name} as the {source} drew {name_in_source}{more}. "
         "Layers that are made in another order draw other numbers from one seed."
     )
 
@@ -260,18 +286,18 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     reason = unreadable(source, target)
     if reason:
         return reason
-    before = _numbers(target), _numbers(source)
+    target_before, source_before = _numbers(target), _numbers(source)
     there = _copied(source, target)
     if not there.not_copied:
         return there
     # The other direction may work: a target without room for some parts may fit into the source. A layer only tries it
     # if sizes differ.
     if not target.subject.layer or there.not_copied[0].sizes:
-        write_by_name(target, before[0])
+        write_by_name(target, target_before)
         back = _copied(target, source)
         if not back.not_copied:
             return back
-        write_by_name(source, before[1])
+        write_by_name(source, source_before)
         there = _copied(source, target)
     if any(of_attention.copied for of_attention in there.copied):
         return there
@@ -281,9 +307,11 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
 def unreadable(source: ComparableRun, target: ComparableRun) -> str:
     """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
     for side in (source, target):
-        missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
-        if missing or not side.weights:
-            return f"{side.label}: {missing or 'no attention was found.'}"
+        for weights in side.weights:
+            if weights.missing:
+                return f"{side.label}: {weights.missing[0]}"
+        if not side.weights:
+            return f"{side.label}: no attention was found."
         if not all(weights.projections for weights in side.weights):
             return f"{side.label}: its attention has no projections."
     if len(source.weights) != len(target.weights):
@@ -302,13 +330,17 @@ def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[
     """Return a sentence for each reason why parts were not copied, for all attentions together."""
     by_reason: dict[str, dict[str, NotCopied]] = {}
     for part in not_copied:
-        sizes = part.sizes and f"{list(part.sizes[0])} in {source} and {list(part.sizes[1])} in {label}"
-        by_reason.setdefault(sizes or f"fit into {label}: {part.reason}", {})[part.part] = part
-    verbs = {True: ("is", "are"), False: ("does not", "do not")}
-    return tuple(
-        f"{listed(list(parts))} {verbs[any(part.sizes for part in parts.values())][len(parts) > 1]} {why}."
-        for why, parts in by_reason.items()
-    )
+        reason = f"fit into {label}: {part.reason}"
+        if part.sizes:
+            reason = f"{list(part.sizes[0])} in {source} and {list(part.sizes[1])} in {label}"
+        by_reason.setdefault(reason, {})[part.part] = part
+    sentences = []
+    for reason, parts in by_reason.items():
+        has_sizes = any(part.sizes for part in parts.values())
+        singular, several = ("is", "are") if has_sizes else ("does not", "do not")
+        verb = singular if len(parts) == 1 else several
+        sentences.append(f"{listed(list(parts))} {verb} {reason}.")
+    return tuple(sentences)
 
 
 def _copied_by_name(source: ComparableRun, target: ComparableRun) -> frozenset[str]:
@@ -328,18 +360,21 @@ def _copied_by_name(source: ComparableRun, target: ComparableRun) -> frozenset[s
 
 def _rest(side: ComparableRun, copied: Collection[str] = ()) -> Iterator[str]:
     """Yield a sentence if a module has parameters outside the projections that were not `copied`, by name."""
-    others = {name: tensor for name, tensor in _outside(side).items() if name not in copied}
-    if others:
-        numels = {id(tensor): tensor.numel() for tensor in others.values()}  # a tied tensor has several names
-        names, count = first_few(list(others), 1), sum(numels.values())
-        yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
+    rest = {name: tensor for name, tensor in _outside(side).items() if name not in copied}
+    if not rest:
+        return
+    numels = {id(tensor): tensor.numel() for tensor in rest.values()}  # a tied tensor has several names
+    names, count = first_few(list(rest), 1), sum(numels.values())
+    yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
 
 
 def _outside(side: ComparableRun) -> dict[str, Tensor]:
     """Return the weights outside the projections of the attentions, by name."""
-    projections = [projection for weights in side.weights for projection in weights.projections.values()]
-    known = {name for projection in projections for name in projection.parameters}
-    return {name: tensor for name, tensor in weights_by_name(side).items() if name not in known}
+    projected: set[str] = set()
+    for weights in side.weights:
+        for projection in weights.projections.values():
+            projected.update(projection.parameters)
+    return {name: tensor for name, tensor in weights_by_name(side).items() if name not in projected}
 
 
 def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Shared:
@@ -350,9 +385,9 @@ def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Sha
     (ours,), (theirs,) = left.weights, right.weights
     shapes: dict[str, tuple[int, ...]] = {}
     for part in PARTS:
-        every = [weights.shapes[part] for weights in (ours, theirs) if part in weights.shapes]
-        if every:
-            shapes[part] = min(every, key=math.prod)  # fewer key/value heads can be repeated for more
+        of_sides = [weights.shapes[part] for weights in (ours, theirs) if part in weights.shapes]
+        if of_sides:
+            shapes[part] = min(of_sides, key=math.prod)  # fewer key/value heads can be repeated for more
     kv_heads = shapes["W_k"][0]
     if kv_heads != ours.num_heads != theirs.num_heads:
         raise WeightsError(

@@ -26,14 +26,20 @@ def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
     if tensor.is_meta:
         return None
     flat = tensor.detach().reshape(-1)
-    flat = flat.cpu() if flat.device.type == "mps" else flat  # it has no float64
-    masked_out = 0 if masked is None else int((masked.expand(tensor.shape).reshape(-1) & (flat == -math.inf)).sum())
+    if flat.device.type == "mps":
+        flat = flat.cpu()  # mps has no float64
+    masked_out = 0
+    if masked is not None:
+        masked_out = int((masked.expand(tensor.shape).reshape(-1) & (flat == -math.inf)).sum())
     numbers = flat[flat.isfinite()].double()
     count = numbers.numel()
-    smallest, largest = map(float, numbers.aminmax()) if count else (math.nan, math.nan)
+    smallest = largest = std = math.nan
+    if count:
+        smallest, largest = map(float, numbers.aminmax())
+        std = float(numbers.std(correction=1 if count > 1 else 0))
     return Stats(
         mean=float(numbers.mean()),
-        std=float(numbers.std(correction=int(count > 1))) if count else math.nan,
+        std=std,
         min=smallest,
         max=largest,
         nan=int(flat.isnan().sum()),
@@ -52,8 +58,10 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
     plain = tensor.detach().cpu()
     with printoptions(precision=4, edgeitems=3, threshold=1000, linewidth=80, sci_mode=None):
         text = repr(plain)
-    data = (plain if plain.dim() else plain.reshape(1)).tolist() if show.full_values else None
-    return Values(text=text, data=data)
+    if not show.full_values:
+        return Values(text=text, data=None)
+    elements = plain if plain.dim() else plain.reshape(1)
+    return Values(text=text, data=elements.tolist())
 
 
 BLOCKED_BELOW = -3e4
@@ -110,7 +118,8 @@ def _comparable(stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor
         if left.shape != right.shape:
             return None
     if stage == "masked_scores":
-        left, right = (scores.masked_fill(scores < BLOCKED_BELOW, -math.inf) for scores in (left, right))
+        left = left.masked_fill(left < BLOCKED_BELOW, -math.inf)
+        right = right.masked_fill(right < BLOCKED_BELOW, -math.inf)
     return left, right, how
 
 
@@ -121,8 +130,10 @@ def _reduce_heads(content: Tensor, how: str) -> Tensor:
     """
     if how == MERGED_HEADS:
         return rearrange(content, "batch heads query head_dim -> batch query (heads head_dim)")
-    if content.shape[1] == 1 or content.device.type == "mps":
-        return content[:, 0] if content.shape[1] == 1 else content.mean(dim=1)
+    if content.shape[1] == 1:
+        return content[:, 0]
+    if content.device.type == "mps":
+        return content.mean(dim=1)
     return content.mean(dim=1, dtype=torch.float64)
 
 

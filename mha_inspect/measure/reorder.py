@@ -10,7 +10,7 @@ The order is then compared with those that known layouts give. Nothing is named 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from math import prod
 
@@ -54,7 +54,9 @@ class NamedOrder:
     def is_usual(self) -> bool:
         """Whether this is an order of heads that most models have: not of ranks, and not of rotations by two axes."""
         axes = {axis for axis, _ in self.sizes}
-        return bool(self.meaning) and bool(axes & {"heads", "kv_heads"}) and not axes & _RARE
+        if not self.meaning or not axes.isdisjoint(_RARE):
+            return False
+        return "heads" in axes or "kv_heads" in axes
 
     def line(self, name: str, axis: str, dims: int) -> str:
         """Return the line that reorders a tensor: `rearrange(w, "(two half) e -> (half two) e", two=2)`.
@@ -64,10 +66,14 @@ class NamedOrder:
         if not self.sizes:
             return ""
         before, after = self.pattern.split(" -> ")
-        if dims > 1:
-            before, after = (f"{side} e" if axis == "rows" else f"e {side}" for side in (before, after))
-        lengths = ", ".join(f"{axis}={size}" for axis, size in self.sizes[:-1])
-        return f'rearrange({name}, "{before} -> {after}", {lengths})'
+        if dims <= 1:
+            pattern = self.pattern
+        elif axis == "rows":
+            pattern = f"{before} e -> {after} e"
+        else:
+            pattern = f"e {before} -> e {after}"
+        lengths = ", ".join(f"{inner}={size}" for inner, size in self.sizes[:-1])
+        return f'rearrange({name}, "{pattern}", {lengths})'
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,10 @@ class _View:
     right: int
     """The dimension of the right matrix that it becomes."""
 
+    def reordered(self, left: Tensor, order: Tensor) -> Tensor:
+        """Return the left matrix in this order, transposed if the right one is."""
+        return left.index_select(self.left, order).movedim(self.left, self.right)
+
 
 @dataclass(frozen=True)
 class _Match:
@@ -124,24 +134,35 @@ def explain(left: Tensor, right: Tensor, sizes: Sizes) -> Reordering | None:
     None if they are not, or are in the same order. Tensors of more than two dimensions are read as rows of all else.
 
     >>> left = torch.arange(32.0).view(8, 4)
-    >>> found = explain(left, left.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4), {"heads": 2, "head_dim": 4})
-    >>> found.names[0].pattern
+    >>> right = left.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
+    >>> explain(left, right, {"heads": 2, "head_dim": 4}).names[0].pattern
     '(heads two half) -> (heads half two)'
     """
     if not left.numel() or not right.numel() or left.is_complex() or right.is_complex():
         return None
-    ours, theirs = (side.detach().reshape(side.shape[0] if side.dim() else 1, -1) for side in (left, right))
-    dtype = _coarser(ours.dtype, theirs.dtype)
-    ours, theirs = ours.to(dtype).contiguous(), theirs.to(dtype).contiguous()
-    found = _exact(ours, theirs, sizes) or _nearest(ours, theirs)
-    if found is None:
+    dtype = _coarser(left.dtype, right.dtype)
+    ours, theirs = _as_rows(left, dtype), _as_rows(right, dtype)
+    match = _exact(ours, theirs, sizes) or _nearest(ours, theirs)
+    if match is None:
         return None
-    in_order = torch.equal(found.order, torch.arange(len(found.order)))
-    if in_order and not found.view.transposed and len(found.order) == ours.shape[found.view.left]:
+    count = ours.shape[match.view.left]
+    is_in_order = torch.equal(match.order, torch.arange(len(match.order)))
+    if is_in_order and not match.view.transposed and len(match.order) == count:
         return None
-    names = () if in_order else tuple(name(found.order, ours.shape[found.view.left], sizes))
-    order = tuple(found.order.tolist())
-    return Reordering(found.view.axis, order, names, found.view.transposed, found.remaining)
+    names = () if is_in_order else tuple(name(match.order, count, sizes))
+    return Reordering(
+        axis=match.view.axis,
+        order=tuple(match.order.tolist()),
+        names=names,
+        transposed=match.view.transposed,
+        remaining=match.remaining,
+    )
+
+
+def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as a matrix, `rows features`."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return tensor.detach().reshape(rows, -1).to(dtype).contiguous()
 
 
 def _coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
@@ -165,13 +186,13 @@ class _Digests:
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
-        self._known: dict[int, list[int]] = {}
+        self._by_dim: dict[int, list[int]] = {}
 
     def along(self, dim: int) -> list[int]:
         """Return the digests of the rows (0) or of the columns (1)."""
-        if dim not in self._known:
-            self._known[dim] = digests(self._matrix if dim == 0 else self._matrix.T)
-        return self._known[dim]
+        if dim not in self._by_dim:
+            self._by_dim[dim] = digests(self._matrix if dim == 0 else self._matrix.T)
+        return self._by_dim[dim]
 
 
 def _exact(left: Tensor, right: Tensor, sizes: Sizes) -> _Match | None:
@@ -185,7 +206,7 @@ def _exact(left: Tensor, right: Tensor, sizes: Sizes) -> _Match | None:
         order = _matched(ours.along(view.left), theirs.along(view.right), sizes, fewest)
         if order is None:
             continue
-        if torch.equal(left.index_select(view.left, order).movedim(view.left, view.right), right):
+        if torch.equal(view.reordered(left, order), right):
             return _Match(view, order, 0.0)
     return None
 
@@ -194,17 +215,33 @@ def _matched(ours: list[int], theirs: list[int], sizes: Sizes, fewest: int) -> T
     """Return the place of each right row among the left ones; of equal rows only if a known layout decides."""
     places = {digest: place for place, digest in enumerate(ours)}
     if len(places) == len(ours) >= fewest:
-        order = torch.tensor([places.get(digest, -1) for digest in theirs])
-        repeats = len(order) <= len(ours) and len({*order.tolist()}) < len(order)
-        return None if int(order.min()) < 0 or repeats else order
-    shared = sizes.get("kv_heads", 0) * sizes.get("head_dim", 0)  # repeated for each head of a group
-    has_enough = len(places) == shared or len(places) >= max(2 * _FEWEST, len(ours) // 16)
+        return _places_of(theirs, places)
+    # Heads of a group may have equal rows: those of their key head, repeated.
+    repeated = sizes.get("kv_heads", 0) * sizes.get("head_dim", 0)
+    has_enough = len(places) == repeated or len(places) >= max(2 * _FEWEST, len(ours) // 16)
     if len(ours) != len(theirs) or not has_enough:
         return None
-    for way, _ in layouts(len(ours), sizes):
-        if [ours[place] for place in way.tolist()] == theirs:
-            return way
+    for order, _ in layouts(len(ours), sizes):
+        if [ours[place] for place in order.tolist()] == theirs:
+            return order
     return None
+
+
+def _places_of(theirs: list[int], places: Mapping[int, int]) -> Tensor | None:
+    """Return the place of each right row among the left ones, which are all different; None if one has no place.
+
+    Rows may occur several times only if there are more of them on the right.
+    """
+    order = torch.tensor([places.get(digest, -1) for digest in theirs])
+    if int(order.min()) < 0:
+        return None
+    if len(order) <= len(places) and _repeats(order):
+        return None
+    return order
+
+
+def _repeats(order: Tensor) -> bool:
+    return len(set(order.tolist())) < len(order)
 
 
 def _nearest(left: Tensor, right: Tensor) -> _Match | None:
@@ -216,19 +253,27 @@ def _nearest(left: Tensor, right: Tensor) -> _Match | None:
         has_enough = features >= _FEW_FEATURES and left.shape[view.left] >= _FEWEST
         if features != right.shape[1 - view.right] or not has_enough:
             continue
-        some = slice(None, None, max(1, features // _SKETCH))
-        ours = left.movedim(view.left, 0)[:, some].float()
-        theirs = right.movedim(view.right, 0)[:, some].float()
-        if _clear(ours, theirs[:: max(1, len(theirs) // 16)]) is None:
+        order = _nearest_along(view, left, right)
+        if order is None or _repeats(order):
             continue
-        order = _clear(ours, theirs)
-        if order is None or len({*order.tolist()}) < len(order):
-            continue
-        turned = left.index_select(view.left, order).movedim(view.left, view.right).float()
-        remaining = float((turned - right.float()).norm() / right.float().norm())
+        reordered = view.reordered(left, order).float()
+        remaining = float((reordered - right.float()).norm() / right.float().norm())
         if remaining < _NEARLY:
             return _Match(view, order, remaining)
     return None
+
+
+def _nearest_along(view: _View, left: Tensor, right: Tensor) -> Tensor | None:
+    """Return the place on the left of each row or column on the right, by some of the features; None if unclear."""
+    features = left.shape[1 - view.left]
+    some = slice(None, None, max(1, features // _SKETCH))
+    ours = left.movedim(view.left, 0)[:, some].float()
+    theirs = right.movedim(view.right, 0)[:, some].float()
+    # A few first: most pairs of tensors are unrelated.
+    step = max(1, len(theirs) // 16)
+    if _clear(ours, theirs[::step]) is None:
+        return None
+    return _clear(ours, theirs)
 
 
 def _clear(ours: Tensor, theirs: Tensor) -> Tensor | None:
@@ -276,68 +321,103 @@ _FAMILIES: tuple[dict[str, str], ...] = (
 
 def name(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
     """Return the names of an order of `count` rows: of axes, or of heads and of the features inside of them."""
-    named = of_axes(order, count, sizes) or of_heads(order, count, sizes)
+    names = of_axes(order, count, sizes) or of_heads(order, count, sizes)
+    if names:
+        return names
     rows = order.tolist()
-    if not named and len(rows) < count and rows == sorted(rows):
+    if len(rows) < count and rows == sorted(rows):
         return [NamedOrder(f"{spans(rows)} of {count}")]
-    if named or len(order) != count:
-        return named
+    if len(order) != count:
+        return []
     axes = strides_of(order)
     if len(axes) < 2:
         return []
-    before = " ".join(str(size) for size, _ in sorted(axes, key=lambda axis: -abs(axis[1])))
+    by_stride = sorted(axes, key=lambda axis: -abs(axis[1]))
+    before = " ".join(str(size) for size, _ in by_stride)
     after = " ".join(str(size) for size, _ in axes)
     return [NamedOrder(f"({before}) -> ({after})")]
 
 
 def layouts(count: int, sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the order from each known layout of `count` rows to each other one, with its name."""
+    lengths = _lengths(sizes)
+    if lengths is None:
+        return
+    for family in _FAMILIES:
+        axes = next(iter(family)).split()
+        if "kv_heads" in axes and "kv" not in axes and lengths["group"] == 1:
+            continue  # with as many key heads as query heads, the families of `heads` name it
+        packed = _packed(axes)
+        if sizes.get("parts", packed) != packed:
+            continue
+        for ranks in range(2, lengths["kv_heads"]) if "ranks" in axes else (1,):
+            of_ranks = {**lengths, "ranks": ranks, "local_heads": lengths["heads"] // ranks}
+            if prod(of_ranks[axis] for axis in axes) == count:
+                yield from _ways(family, of_ranks)
+
+
+def _lengths(sizes: Sizes) -> dict[str, int] | None:
+    """Return the length of each axis in `_FAMILIES` but those of ranks; None if the heads do not form groups."""
     heads, width = sizes.get("heads", 0), sizes.get("head_dim", 0)
     kv_heads = sizes.get("kv_heads", heads) or heads
     if not heads or not width or heads % kv_heads:
-        return
+        return None
     group = heads // kv_heads
-    known = {**sizes, "kv_heads": kv_heads, "group": group, "qkv": 3, "kv": 2, "two": 2, "rotary_axes": 2}
-    known |= {"half": width // 2, "quarter": width // 4, "part": width // 2 // group}
-    for family in _FAMILIES:
-        first = next(iter(family)).split()
-        if "kv_heads" in first and "kv" not in first and group == 1:
-            continue  # with as many key heads as query heads, the families of `heads` name it
-        packed = 3 if "qkv" in first else 2 if "kv" in first else 1
-        if sizes.get("parts", packed) != packed:
-            continue
-        for ranks in range(2, kv_heads) if "ranks" in first else (1,):
-            every = {**known, "ranks": ranks, "local_heads": heads // ranks}
-            if prod(every[axis] for axis in first) == count:
-                yield from _ways(family, every)
+    return {
+        **sizes,
+        "kv_heads": kv_heads,
+        "group": group,
+        "qkv": 3,
+        "kv": 2,
+        "two": 2,
+        "rotary_axes": 2,
+        "half": width // 2,
+        "quarter": width // 4,
+        "part": width // 2 // group,
+    }
+
+
+def _packed(axes: list[str]) -> int:
+    """Return how many projections are packed in rows with these axes."""
+    if "qkv" in axes:
+        return 3
+    return 2 if "kv" in axes else 1
 
 
 def _ways(family: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the order from each layout of a family to each other one; axes of size one are left out."""
     for before, after in permutations(family, 2):
-        axes, moved = ([axis for axis in side.split() if sizes[axis] > 1] for side in (before, after))
-        meaning = f"{family[before]} on the left, {family[after]} on the right".format(**sizes)
-        lengths = tuple((axis, sizes[axis]) for axis in axes)
-        pattern = f"({' '.join(axes)}) -> ({' '.join(moved)})"
-        yield reordered(before, after, sizes), NamedOrder(pattern, meaning, lengths)
+        axes = _visible(before, sizes)
+        moved = _visible(after, sizes)
+        meaning = f"{family[before]} on the left, {family[after]} on the right"
+        named = NamedOrder(
+            pattern=f"({' '.join(axes)}) -> ({' '.join(moved)})",
+            meaning=meaning.format(**sizes),
+            sizes=tuple((axis, sizes[axis]) for axis in axes),
+        )
+        yield reordered(before, after, sizes), named
+
+
+def _visible(layout: str, sizes: Sizes) -> list[str]:
+    return [axis for axis in layout.split() if sizes[axis] > 1]
 
 
 def of_axes(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
     """Name an order by all pairs of known layouts that give it."""
-    named: dict[str, NamedOrder] = {}
-    for way, known in layouts(count, sizes):
-        if not torch.equal(order, way):
+    names: dict[str, NamedOrder] = {}
+    for layout, named in layouts(count, sizes):
+        if not torch.equal(order, layout):
             continue
-        before, after = known.pattern.split(" -> ")
+        before, after = named.pattern.split(" -> ")
         inverse = f"{after} -> {before}"
-        if inverse in named:  # the order is its own inverse: which side is which does not show
-            either = (
-                named[inverse].meaning.replace("on the left", "on one side").replace("on the right", "on the other")
-            )
-            named[inverse] = NamedOrder(inverse, either, named[inverse].sizes)
+        if inverse in names:
+            # The order is its own inverse: which side is which does not show.
+            meaning = names[inverse].meaning.replace("on the left", "on one side")
+            meaning = meaning.replace("on the right", "on the other")
+            names[inverse] = replace(names[inverse], meaning=meaning)
         else:
-            named.setdefault(known.pattern, known)
-    return [*named.values()]
+            names.setdefault(named.pattern, named)
+    return [*names.values()]
 
 
 def reordered(before: str, after: str, sizes: Sizes) -> Tensor:
@@ -360,17 +440,22 @@ def strides_of(order: Tensor) -> list[tuple[int, int]]:
     """
     axes: list[tuple[int, int]] = []
     while len(order) > 1:
-        step, length = int(order[1] - order[0]), len(order)
-        size = 0
-        for candidate in range(length, 1, -1):
-            if length % candidate == 0 and torch.equal(order, _walk(order[::candidate], candidate, step)):
-                size = candidate
-                break
-        if not size:
+        step = int(order[1] - order[0])
+        size = _innermost(order, step)
+        if size is None:
             return []
         axes.insert(0, (size, step))
         order = order[::size]
     return axes
+
+
+def _innermost(order: Tensor, step: int) -> int | None:
+    """Return the size of the innermost axis of an order, the largest that is walked in this step; None if none is."""
+    length = len(order)
+    for size in range(length, 1, -1):
+        if length % size == 0 and torch.equal(order, _walk(order[::size], size, step)):
+            return size
+    return None
 
 
 def _walk(starts: Tensor, size: int, step: int) -> Tensor:
@@ -386,12 +471,13 @@ def of_heads(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
     blocks, inside = units[:, 0] // width, units % width
     if not torch.equal(units // width, blocks[:, None].expand_as(units)):
         return []
-    said = []
+    names = []
     if not torch.equal(blocks, torch.arange(count // width)):
-        said.append(_name_blocks(blocks, count // width, sizes))
-    said += _name_insides(inside, width)
-    meanings = [named.meaning for named in said if named.meaning]
-    return [NamedOrder("; ".join(named.pattern for named in said), "; ".join(meanings))]
+        names.append(_name_blocks(blocks, count // width, sizes))
+    names += _name_insides(inside, width)
+    patterns = [named.pattern for named in names]
+    meanings = [named.meaning for named in names if named.meaning]
+    return [NamedOrder("; ".join(patterns), "; ".join(meanings))]
 
 
 def _name_insides(inside: Tensor, width: int) -> Iterator[NamedOrder]:
@@ -416,68 +502,79 @@ def _name_inside(way: Tensor, width: int) -> NamedOrder:
             continue
         named = of_axes(way[:size], size, {"heads": 1, "head_dim": size})
         if named:
-            pattern = named[0].pattern
-            return NamedOrder(pattern if size == width else f"the first {size} of {width} {pattern}", named[0].meaning)
+            first = named[0]
+            pattern = first.pattern if size == width else f"the first {size} of {width} {first.pattern}"
+            return NamedOrder(pattern, first.meaning)
     return NamedOrder(f"features {' '.join(map(str, way[:_SHOWN].tolist()))}")
 
 
 def _name_blocks(blocks: Tensor, count: int, sizes: Sizes) -> NamedOrder:
     """Name the order of heads by the first known order that is equal."""
     heads = sizes.get("heads", 0)
+    kv_heads = sizes.get("kv_heads", heads) or heads
     for named in of_axes(blocks, count, {**sizes, "head_dim": 1}):
         return named
-    for way, named in _known_orders(len(blocks), count, heads, sizes.get("kv_heads", heads) or heads):
-        if torch.equal(blocks, way):
+    for order, named in _orders_of_heads(len(blocks), count, heads, kv_heads):
+        if torch.equal(blocks, order):
             return named
     kept = blocks.tolist()
     if len(kept) < count and kept == sorted(kept):
-        gone = sorted({*range(count)} - {*kept})
-        return NamedOrder(f"heads {spans(kept)} of {count}", f"without {_heads(gone)} (pruned)")
+        pruned = sorted(set(range(count)) - set(kept))
+        return NamedOrder(f"heads {spans(kept)} of {count}", f"without {_heads(pruned)} (pruned)")
     return NamedOrder(f"heads {' '.join(map(str, kept))}")
 
 
 def _heads(numbers: list[int]) -> str:
-    return f"head{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
+    return f"head {spans(numbers)}" if len(numbers) == 1 else f"heads {spans(numbers)}"
 
 
-def _known_orders(length: int, count: int, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
-    """Yield orders of heads that no pair of layouts gives."""
-    every = torch.arange(count)
+def _orders_of_heads(length: int, count: int, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
+    """Yield orders of `count` heads, to `length` of them, that no pair of layouts gives."""
+    numbers = torch.arange(count)
     if heads and length == count == heads + 2 * kv_heads:
-        yield from _by_group(every, heads, kv_heads)
+        yield from _by_group(numbers, heads, kv_heads)
     if heads and length == count == 3 * heads:
-        yield from _by_letters(every, heads)
+        yield from _by_letters(numbers, heads)
     if length > count and length % count == 0:
         times = length // count
         side_by_side = NamedOrder(f"repeat_interleave({times})", f"each head {times} times, side by side")
-        yield every.repeat_interleave(times), side_by_side
-        yield every.repeat(times), NamedOrder(f"repeat({times})", f"all heads {times} times, in turns")
+        in_turns = NamedOrder(f"repeat({times})", f"all heads {times} times, in turns")
+        yield numbers.repeat_interleave(times), side_by_side
+        yield numbers.repeat(times), in_turns
     if length == count:
-        yield every.flip(0), NamedOrder("heads reversed")
+        yield numbers.flip(0), NamedOrder("heads reversed")
         if kv_heads and count == heads:
-            yield every.view(kv_heads, -1).flip(1).flatten(), NamedOrder("heads reversed in each group")
+            reversed_in_groups = numbers.view(kv_heads, -1).flip(1).flatten()
+            yield reversed_in_groups, NamedOrder("heads reversed in each group")
         for shift in range(1, count):
-            yield every.roll(shift), NamedOrder(f"heads rolled by {shift}")
+            yield numbers.roll(shift), NamedOrder(f"heads rolled by {shift}")
 
 
-def _by_group(every: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
+def _by_group(numbers: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the orders between `[q | k | v]` and queries, key and value of each group side by side."""
-    parts = [part.view(kv_heads, -1) for part in torch.split(every, [heads, kv_heads, kv_heads])]
-    way = torch.cat(parts, 1).flatten()
-    apart, grouped, means = "[q | k | v]", "(kv_heads (group + 2) head_dim)", "q, k, v group by group"
-    yield way, NamedOrder(f"{apart} -> {grouped}", f"{apart} on the left, {means} on the right")
-    yield way.argsort(), NamedOrder(f"{grouped} -> {apart}", f"{means} on the left, {apart} on the right")
+    parts = torch.split(numbers, [heads, kv_heads, kv_heads])
+    by_group = [part.view(kv_heads, -1) for part in parts]
+    order = torch.cat(by_group, 1).flatten()
+    apart = "[q | k | v]"
+    grouped = "(kv_heads (group + 2) head_dim)"
+    meaning = "q, k, v group by group"
+    yield order, NamedOrder(f"{apart} -> {grouped}", f"{apart} on the left, {meaning} on the right")
+    yield order.argsort(), NamedOrder(f"{grouped} -> {apart}", f"{meaning} on the left, {apart} on the right")
 
 
-def _by_letters(every: Tensor, heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
+def _by_letters(numbers: Tensor, heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
     """Yield the orders between `[q | k | v]` and the same parts in another order, of all heads or of each rank's."""
     apart = "[q | k | v]"
     for letters, ranks in product(permutations("qkv"), range(1, heads + 1)):
         if heads % ranks:
             continue
-        moved = every.view(3, heads)[["qkv".index(letter) for letter in letters]]
+        parts = ["qkv".index(letter) for letter in letters]
+        moved = numbers.view(3, heads)[parts]
         way = moved.view(3, ranks, -1).transpose(0, 1).flatten()
         text = f"[{' | '.join(letters)}]"
-        text += {1: "", heads: " of each head"}.get(ranks, f" of each of {ranks} ranks")
+        if ranks == heads:
+            text += " of each head"
+        elif ranks > 1:
+            text += f" of each of {ranks} ranks"
         yield way, NamedOrder(f"{apart} -> {text}", f"{apart} on the left, {text} on the right")
         yield way.argsort(), NamedOrder(f"{text} -> {apart}", f"{text} on the left, {apart} on the right")

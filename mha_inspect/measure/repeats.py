@@ -17,11 +17,16 @@ def row_of_each(tensor: Tensor, place: int, times: int) -> Tensor | None:
     place %= tensor.dim()
     before, after = tensor.shape[:place], tensor.shape[place + 1 :]
     neighbours = tensor.reshape(*before, size // times, times, *after)
-    whole = tensor.reshape(*before, times, size // times, *after)
-    for parts, copies in ((neighbours, place + 1), (whole, place)):
-        first = parts.narrow(copies, 0, 1)
-        if not bool((parts == first).all()):
-            continue
-        rows = first.squeeze(copies)
-        return None if bool((rows == rows.narrow(place, 0, 1)).all()) else rows
-    return None
+    rows = _same_along(neighbours, place + 1)
+    if rows is None:
+        whole = tensor.reshape(*before, times, size // times, *after)
+        rows = _same_along(whole, place)
+    if rows is None or _same_along(rows, place) is not None:
+        return None
+    return rows
+
+
+def _same_along(tensor: Tensor, place: int) -> Tensor | None:
+    """Return a tensor without one of its dimensions, if its numbers are the same all along it; else None."""
+    first = tensor.narrow(place, 0, 1)
+    return first.squeeze(place) if bool((tensor == first).all()) else None

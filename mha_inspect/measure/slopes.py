@@ -23,11 +23,17 @@ def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
     both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
     added = masked.double() - scores.double()
     steps = (added[..., 1:] - added[..., :-1]).abs()
-    by_head, marks = (side.movedim(1, 0).flatten(1) for side in (steps, both))
     slopes = []
-    for numbers, mark in zip(by_head, marks, strict=True):
-        read = numbers[mark]
-        if len(read) < 2 or not bool(read.isfinite().all()) or float(read.max() - read.min()) > NEAR * read.max():
+    for head in range(steps.shape[1]):
+        seen_steps = steps[:, head][both[:, head]]
+        if not _are_equal(seen_steps):
             return []
-        slopes.append(float(read.mean()))
+        slopes.append(float(seen_steps.mean()))
     return slopes if min(slopes, default=0.0) > 0 else []
+
+
+def _are_equal(steps: Tensor) -> bool:
+    """Return whether there are several steps, which differ by rounding alone."""
+    if len(steps) < 2 or not bool(steps.isfinite().all()):
+        return False
+    return bool(steps.max() - steps.min() <= NEAR * steps.max())

@@ -57,10 +57,20 @@ class Weights:
 
     def users(self) -> list[int]:
         """Return the key/value head of each query head."""
-        serves = next((projection.serves for projection in self.projections.values() if projection.serves), ())
-        by_head = {head: number for number, heads in enumerate(serves) for head in heads}
-        shared = max(self.num_heads // max(self.num_kv_heads, 1), 1)
-        return [by_head.get(head, head // shared) for head in range(self.num_heads)]
+        group = max(self.num_heads // max(self.num_kv_heads, 1), 1)
+        users = [head // group for head in range(self.num_heads)]
+        for kv_head, heads in enumerate(self._serves()):
+            for head in heads:
+                if head < self.num_heads:
+                    users[head] = kv_head
+        return users
+
+    def _serves(self) -> tuple[tuple[int, ...], ...]:
+        """Return the query heads that each key/value head serves; empty if no projection says it."""
+        for projection in self.projections.values():
+            if projection.serves:
+                return projection.serves
+        return ()
 
 
 @dataclass(frozen=True)
@@ -90,14 +100,16 @@ def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     weights = []
     for (_, names), parts in zip(run.attentions, projections(run), strict=True):
         whole = {projection.part: projection for projection in parts if projection.is_whole}
-        missing = tuple(map(_unreadable, (projection for projection in parts if not projection.is_whole)))
+        missing = tuple(_unreadable(projection) for projection in parts if not projection.is_whole)
         weights.append(Weights(module, whole, names.num_heads, names.num_kv_heads, missing))
     return tuple(weights)
 
 
 def _unreadable(projection: Projection) -> str:
-    where = ", ".join(projection.parameters[:2]) + (" and others" if len(projection.parameters) > 2 else "")
-    return f"Could not match {projection.part} ({where}) to heads: the forward does more than view or copy it."
+    parameters = ", ".join(projection.parameters[:2])
+    if len(projection.parameters) > 2:
+        parameters += " and others"
+    return f"Could not match {projection.part} ({parameters}) to heads: the forward does more than view or copy it."
 
 
 def as_matrix(part: str, numbers: Tensor) -> Tensor:
@@ -116,46 +128,61 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
     heads. If the destination's heads read a part of the features, that part of the matrix is copied. `numbers` are
     canonical tensors of the source, instead of its current parameters.
     """
-    given = dict(source.read() if numbers is None else numbers)
+    originals = dict(source.read() if numbers is None else numbers)
     fitting: Numbers = {}
     not_copied: list[NotCopied] = []
     for part in PARTS:
-        if part in given:
-            fitted, reason = _fitted(part, given, source, destination)
-            shape = tuple(given[part].shape)
-            sizes = matrix_shape(part, shape), matrix_shape(part, destination.shapes.get(part, shape))
+        if part in originals:
+            answer = _fitted(part, originals[part], source, destination)
         elif part in destination.projections:
-            fitted, reason = _neutral(part, destination.projections[part].shape, given)
-            sizes = (), ()
+            answer = _neutral(part, destination.projections[part].shape, next(iter(originals.values())))
         else:
             continue
-        if fitted is not None:
-            fitting[part] = fitted
-        elif reason:
-            not_copied.append(NotCopied(part, reason, None if sizes[0] == sizes[1] else sizes))
+        if isinstance(answer, Tensor):
+            fitting[part] = answer
+        elif answer is not None:
+            not_copied.append(answer)
     destination.write(fitting)
-    after = destination.read()
-    changed = [part for part, wanted in fitting.items() if not same_bits(after[part], wanted.to(after[part].dtype))]
+    changed = _changed(fitting, destination.read())
     not_copied += [NotCopied(part, _why_changed(part, destination)) for part in changed]
-    copied = tuple(part for part in fitting if part in given and part not in changed)
-    filled = tuple(part for part in fitting if part not in given)
-    return CopiedParts(copied, filled, tuple(sorted(not_copied, key=lambda absent: PARTS.index(absent.part))))
+    return CopiedParts(
+        copied=tuple(part for part in fitting if part in originals and part not in changed),
+        filled=tuple(part for part in fitting if part not in originals),
+        not_copied=tuple(sorted(not_copied, key=lambda absent: PARTS.index(absent.part))),
+    )
 
 
-def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) -> tuple[Tensor | None, str]:
-    """Return a part in the destination's form; otherwise None and the reason, empty if no information is lost."""
-    projection, numbers = destination.projections.get(part), given[part]
+def _changed(wanted: Numbers, written: Numbers) -> list[str]:
+    """Return the parts that have other numbers than were written, after the cast to their dtype."""
+    changed = []
+    for part, numbers in wanted.items():
+        if not same_bits(written[part], numbers.to(written[part].dtype)):
+            changed.append(part)
+    return changed
+
+
+def _fitted(part: str, numbers: Tensor, source: Weights, destination: Weights) -> Tensor | NotCopied | None:
+    """Return a part in the destination's form, or why it has none; None if no information is lost."""
+    projection = destination.projections.get(part)
     if projection is None:
-        return None, _why_lost(part, numbers)
-    wanted = projection.shape
-    if tuple(numbers.shape) == wanted and (part not in _OF_KEYS or source.users() == destination.users()):
-        return numbers, ""
-    if part in _OF_KEYS and source.num_heads == destination.num_heads and numbers.shape[1:] == wanted[1:]:
-        return _regrouped(numbers, source.users(), destination.users(), wanted[0])
-    source_size, destination_size = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, wanted)
-    unshared = all(side.num_kv_heads == side.num_heads for side in (source, destination))
-    fits = source_size == destination_size and (unshared or part not in _OF_KEYS)
-    return (numbers.reshape(wanted), "") if fits else (None, f"{[*source_size]} becomes {[*destination_size]}")
+        reason = _why_lost(part, numbers)
+        return NotCopied(part, reason) if reason else None
+    shape = tuple(numbers.shape)
+    source_size, destination_size = matrix_shape(part, shape), matrix_shape(part, projection.shape)
+    sizes = None if source_size == destination_size else (source_size, destination_size)
+    is_of_keys = part in _OF_KEYS
+    if shape == projection.shape and (not is_of_keys or source.users() == destination.users()):
+        return numbers
+    if is_of_keys and source.num_heads == destination.num_heads and shape[1:] == projection.shape[1:]:
+        count = projection.shape[0]
+        regrouped = _regrouped(numbers, source.users(), destination.users(), count)
+        if regrouped is None:
+            return NotCopied(part, f"it shares {count} key/value heads, but the other side's heads differ", sizes)
+        return regrouped
+    is_shared = source.num_kv_heads != source.num_heads or destination.num_kv_heads != destination.num_heads
+    if sizes is None and not (is_of_keys and is_shared):
+        return numbers.reshape(projection.shape)
+    return NotCopied(part, f"{[*source_size]} becomes {[*destination_size]}", sizes)
 
 
 def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,44 +193,55 @@ def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return flat[::-1] if part == "W_o" else flat
 
 
-def _regrouped(numbers: Tensor, users: list[int], wanted: list[int], count: int) -> tuple[Tensor | None, str]:
-    """Return keys and values regrouped for other query heads; None and the reason if heads to merge differ."""
+def _regrouped(numbers: Tensor, users: list[int], wanted: list[int], count: int) -> Tensor | None:
+    """Return keys and values regrouped for other query heads; None if heads to merge differ.
+
+    Args:
+        numbers: canonical numbers of the source, `kv_heads ...`.
+        users: the key/value head of each query head in the source.
+        wanted: the same in the destination.
+        count: the number of key/value heads in the destination.
+    """
     heads: list[Tensor] = []
-    for number in range(count):
-        sources = [numbers[users[head]] for head, used in enumerate(wanted) if used == number]
-        if not sources or any(not same_bits(sources[0], tensor) for tensor in sources[1:]):
-            return None, f"it shares {count} key/value heads, but the other side's heads differ"
+    for kv_head in range(count):
+        sources = [numbers[users[head]] for head, used in enumerate(wanted) if used == kv_head]
+        if not sources:
+            return None
+        if not all(same_bits(sources[0], tensor) for tensor in sources[1:]):
+            return None
         heads.append(sources[0])
-    return torch.stack(heads), ""
+    return torch.stack(heads)
 
 
 def _why_lost(part: str, numbers: Tensor) -> str:
     """Return why a part without a place in the destination matters; empty if it has no effect."""
     if part in _BIASES:
-        return "" if not bool(numbers.count_nonzero()) else "it has no such bias, but the other side's bias is not zero"
+        has_effect = bool(numbers.count_nonzero())
+        return "it has no such bias, but the other side's bias is not zero" if has_effect else ""
     if part == "W_o":
         matrix = as_matrix(part, numbers)
-        return "" if torch.equal(matrix, torch.eye(len(matrix)).to(matrix)) else "it has no output projection"
+        is_identity = torch.equal(matrix, torch.eye(len(matrix)).to(matrix))
+        return "" if is_identity else "it has no output projection"
     if part in ("bias_k", "bias_v"):
         return "it appends no learned key and value"
     return f"it has no {part} that could be matched to heads"
 
 
-def _neutral(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor | None, str]:
-    """Return numbers without effect for a part that the source lacks; None and the reason if there are none."""
-    like = next(iter(given.values()))
+def _neutral(part: str, shape: tuple[int, ...], like: Tensor) -> Tensor | NotCopied:
+    """Return numbers without effect for a part that the source lacks, or why there are none."""
     if part in _BIASES:
-        return like.new_zeros(shape), ""
-    if part == "W_o" and shape[0] * shape[1] == shape[2]:
-        return torch.eye(shape[2]).to(like).reshape(shape), ""
-    if part == "W_o":
-        features = shape[0] * shape[1]
-        return None, f"the other side has no {part}, and {features} features do not fit {shape[2]} unchanged"
-    return None, f"the other side has no {part}"
+        return like.new_zeros(shape)
+    if part != "W_o":
+        return NotCopied(part, f"the other side has no {part}")
+    features = shape[0] * shape[1]
+    if features == shape[2]:
+        return torch.eye(features).to(like).reshape(shape)
+    return NotCopied(part, f"the other side has no {part}, and {features} features do not fit {shape[2]} unchanged")
 
 
 def _why_changed(part: str, destination: Weights) -> str:
-    shape, first = destination.projections[part].shape, destination.projections[part].parts[0]
+    projection = destination.projections[part]
+    shape, first = projection.shape, projection.parts[0]
     if first.inner is not None and first.inner[0] < shape[-1] and part != "W_o":
         features = len(next(iter(first.heads.values())))
         return f"it has room for {shape[0]} blocks of {[features, first.inner[0]]} only"
@@ -225,5 +263,7 @@ def draw(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -
         bound = math.sqrt(6 / sum(matrix)) if len(matrix) == 2 else 0.5
         uniform = torch.rand(matrix, generator=generator, dtype=torch.float64)
         numbers = (2 * uniform - 1) * bound
-        drawn[part] = (numbers.T if part == "W_o" else numbers).reshape(shapes[part]).to(dtype)
+        if part == "W_o":
+            numbers = numbers.T
+        drawn[part] = numbers.reshape(shapes[part]).to(dtype)
     return drawn

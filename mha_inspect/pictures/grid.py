@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -60,8 +61,11 @@ class Picture:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        panels, notes = tuple(map(printable, self.panels)), tuple(map(printable, self.notes))
-        vars(self).update(title=printable(self.title), panels=panels, notes=notes)
+        vars(self).update(
+            title=printable(self.title),
+            panels=tuple(map(printable, self.panels)),
+            notes=tuple(map(printable, self.notes)),
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,14 +88,16 @@ class Picture:
 
 def range_of(values: Floats) -> Range:
     """Return the range of an array; 0 to 0 without a finite number."""
-    least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    if values.size == 0:
+        return Range(0.0, 0.0)
+    least, most = float(values.min()), float(values.max())
     if np.isfinite(least) and np.isfinite(most):
         return Range(least, most)
     unmasked = values[values != -np.inf]
     finite = unmasked[np.isfinite(unmasked)]
     return Range(
-        float(finite.min()) if finite.size else 0.0,
-        float(finite.max()) if finite.size else 0.0,
+        least=float(finite.min()) if finite.size else 0.0,
+        most=float(finite.max()) if finite.size else 0.0,
         nan=int(np.isnan(unmasked).sum()),
         infinite=int((unmasked == np.inf).sum()),
         masked=values.size - unmasked.size,
@@ -103,13 +109,17 @@ def reduced(values: Floats, rows: int, columns: int) -> tuple[Floats, tuple[int,
 
     A block is NaN if one of its elements is NaN, and masked if all are masked. The last blocks may be smaller.
     """
-    height, width = (
-        max(-(-size // max(most, 1)), 1) for size, most in zip(values.shape[1:], (rows, columns), strict=True)
-    )
+    height, width = _block(values.shape[1], rows), _block(values.shape[2], columns)
     for axis, block in ((2, width), (1, height)):
         if block > 1:
-            values = np.maximum.reduceat(values, np.arange(0, values.shape[axis], block), axis=axis)
+            starts = np.arange(0, values.shape[axis], block)
+            values = np.maximum.reduceat(values, starts, axis=axis)
     return values, (height, width)
+
+
+def _block(size: int, most: int) -> int:
+    """Return how many elements share a cell, so that a side has at most that many cells: 3 for 100 in 40 cells."""
+    return max(ceil(size / max(most, 1)), 1)
 
 
 def steps(values: Floats, scale: tuple[float, float], count: int) -> npt.NDArray[np.int64]:
@@ -118,10 +128,12 @@ def steps(values: Floats, scale: tuple[float, float], count: int) -> npt.NDArray
     Other elements are negative: -1 is masked, -2 is NaN, -3 is +inf.
     """
     low, high = scale
+    width = high - low if high != low else 1.0
     with np.errstate(invalid="ignore", over="ignore"):
         # The difference of two float32 numbers may overflow float32.
-        part = (values.astype(np.float64) - low) / ((high - low) or 1.0) * count
-        places = np.clip(np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0), 0, count - 1).astype(np.int64)
+        parts = (values.astype(np.float64) - low) / width * count
+        finite = np.nan_to_num(parts, nan=0.0, posinf=0.0, neginf=0.0)
+        places = np.clip(finite, 0, count - 1).astype(np.int64)
     places[values == -np.inf] = -1
     places[np.isnan(values)] = -2
     places[values == np.inf] = -3
@@ -143,14 +155,20 @@ _COOLWARM_256 = (62, 69, 111, 153, 189, 254, 224, 216, 209, 167, 124)
 def hex_table(signed: bool) -> tuple[str, ...]:
     """Return the 256 colours of a map, each as `440154`."""
     tables = json.loads(files(__package__).joinpath("colours.json").read_text(encoding="utf-8"))
-    return tuple(" ".join(tables["coolwarm" if signed else "viridis"]["colours"]).split())
+    lines = tables["coolwarm" if signed else "viridis"]["colours"]
+    return tuple(" ".join(lines).split())
 
 
 def codes(signed: bool, depth: Literal["true", "256"]) -> tuple[str, ...]:
     """Return the terminal code of each step of a map, after `38;` for the foreground and `48;` for the background."""
     if depth == "256":
-        return tuple(f"5;{entry}" for entry in (_COOLWARM_256 if signed else _VIRIDIS_256))
-    return tuple("2;" + ";".join(str(part) for part in bytes.fromhex(colour)) for colour in hex_table(signed))
+        entries = _COOLWARM_256 if signed else _VIRIDIS_256
+        return tuple(f"5;{entry}" for entry in entries)
+    steps = []
+    for colour in hex_table(signed):
+        red, green, blue = bytes.fromhex(colour)
+        steps.append(f"2;{red};{green};{blue}")
+    return tuple(steps)
 
 
 SPECIAL: dict[Depth, dict[int, str]] = {
@@ -163,6 +181,8 @@ SPECIAL: dict[Depth, dict[int, str]] = {
 def depth_shown() -> Depth:
     """Return the number of colours of a colour terminal, according to its environment variables."""
     terminal = os.environ.get("TERM", "")
-    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
-    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
-    return "true" if many else "256"
+    if os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit"):
+        return "true"
+    if terminal.endswith("-direct") or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ:
+        return "true"
+    return "256"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InputError
-from .grid import Picture
+from .grid import Floats, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
+    from matplotlib.image import AxesImage
 
 INSTALL = 'pip install "mha-inspect[plot]"'
 _INCHES = 2.6
@@ -32,9 +33,9 @@ def to_png(pictures: Sequence[Picture]) -> bytes:
     from matplotlib.figure import Figure
 
     sizes = [size_of(picture) for picture in pictures]
-    whole = max(width for width, _ in sizes), sum(height for _, height in sizes)
-    figure = Figure(figsize=whole, layout="constrained", dpi=150)
-    parts = figure.subfigures(len(pictures), 1, squeeze=False, height_ratios=[height for _, height in sizes])
+    widths, heights = zip(*sizes, strict=True)
+    figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained", dpi=150)
+    parts = figure.subfigures(len(pictures), 1, squeeze=False, height_ratios=heights)
     for picture, part in zip(pictures, parts[:, 0], strict=True):
         onto(picture, part)
     file = BytesIO()
@@ -54,17 +55,24 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     """
     import matplotlib
 
-    low, high = picture.scale
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have dollar signs
         panels = list(figure.subplots(1, picture.shape[0], squeeze=False).flat)
         for axes, values, title in zip(panels, picture.values, picture.panels, strict=True):
-            numbers = np.ma.masked_invalid(values)
-            image = axes.imshow(numbers, "coolwarm" if picture.signed else "viridis", vmin=low, vmax=high)
-            axes.set(title=title, xlabel=picture.columns.name, ylabel=picture.rows.name)
-            if picture.columns.labels:
-                axes.set_xticks(range(values.shape[1]), picture.columns.labels, rotation=90)
-            if picture.rows.labels:
-                axes.set_yticks(range(values.shape[0]), picture.rows.labels)
+            image = _draw(picture, values, axes)
+            axes.set_title(title)
         figure.colorbar(image, ax=panels, label=picture.title)
         figure.supxlabel("   ".join(picture.notes), fontsize="small")
     return panels
+
+
+def _draw(picture: Picture, values: Floats, axes: Axes) -> AxesImage:
+    """Draw the numbers of one panel, `row column`, and return the image."""
+    numbers = np.ma.masked_invalid(values)
+    low, high = picture.scale
+    image = axes.imshow(numbers, "coolwarm" if picture.signed else "viridis", vmin=low, vmax=high)
+    axes.set(xlabel=picture.columns.name, ylabel=picture.rows.name)
+    if picture.columns.labels:
+        axes.set_xticks(range(values.shape[1]), picture.columns.labels, rotation=90)
+    if picture.rows.labels:
+        axes.set_yticks(range(values.shape[0]), picture.rows.labels)
+    return image

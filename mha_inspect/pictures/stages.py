@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,51 +51,46 @@ class Attended:
         Raise `SpecError` if the stage, head or batch item does not exist, or if the labels fit no axis.
         """
         contents = self.contents()
-        if stage not in contents:
-            instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
-            raise SpecError(
-                f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. "
-                + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
-            )
-        tensor, axes = contents[stage], re.findall(r"\w+", CANONICAL_AXES[stage])
-        if tensor.is_meta:
-            raise SpecError(
-                f"{stage} cannot be drawn: its numbers do not fit in memory, so only its shape is known. "
-                "Try a smaller --seq-len."
-            )
-        if batch_row not in range(tensor.shape[0]):
-            raise SpecError(f"batch item {batch_row} does not exist: the batch has {tensor.shape[0]}, counted from 0.")
-        panels = tensor[batch_row]
-        if "(" in CANONICAL_AXES[stage]:
-            count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
-            split = count if panels.shape[-1] % max(count, 1) == 0 else 1
-            panels = rearrange(panels, "position (head feature) -> head position feature", head=split)
-        elif panels.dim() < 3:
-            panels = panels[None]
-        has_heads = "heads" in axes or "kv_heads" in axes
-        chosen = list(heads) if has_heads and heads is not None else list(range(len(panels)))
-        absent = next((head for head in chosen if head not in range(len(panels))), None)
-        if absent is not None:
-            raise SpecError(f"head {absent} does not exist: {stage} has {len(panels)}, counted from 0.")
-        rows, columns = (
-            PictureAxis(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
-            for name, size in zip(("query" if "query" in axes else "key", axes[-1]), panels.shape[1:], strict=True)
-        )
+        tensor = _drawable(contents, stage)
+        items = tensor.shape[0]
+        if batch_row not in range(items):
+            raise SpecError(f"batch item {batch_row} does not exist: the batch has {items}, counted from 0.")
+        panels = self._panels(stage, tensor[batch_row])
+        names = re.findall(r"\w+", CANONICAL_AXES[stage])
+        has_heads = "heads" in names or "kv_heads" in names
+        chosen = list(range(len(panels)))
+        if has_heads and heads is not None:
+            chosen = _existing(heads, stage, len(panels))
+        rows = _axis("query" if "query" in names else "key", panels.shape[1], labels)
+        columns = _axis(names[-1], panels.shape[2], labels)
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
                 f"{len(labels)} tokens fit no axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
                 f"and {panels.shape[2]} of {columns.name}. Give one token for each."
             )
-        title = title or (f"{stage} of {self.name}" if self.name else stage)
+        if not title:
+            title = f"{stage} of {self.name}" if self.name else stage
         return Picture(
-            title,
-            tuple(f"head {head}" if has_heads else title for head in chosen),
-            _numbers(panels, chosen, _masked(contents, stage, batch_row)),
-            rows,
-            columns,
+            title=title,
+            panels=tuple(f"head {head}" if has_heads else title for head in chosen),
+            values=_numbers(panels, chosen, _masked(contents, stage, batch_row)),
+            rows=rows,
+            columns=columns,
             signed=stage != "weights",
-            notes=(self._which(batch_row, tensor.shape[0]),) if tensor.shape[0] > 1 else (),
+            notes=(self._which(batch_row, items),) if items > 1 else (),
         )
+
+    def _panels(self, stage: str, item: Tensor) -> Tensor:
+        """Return a stage of a batch item as `head position feature` or `head query key`, a panel for each head.
+
+        A stage without heads is one panel, and so is one whose features do not split into the heads.
+        """
+        if "(" in CANONICAL_AXES[stage]:
+            heads = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
+            splits = item.shape[-1] % max(heads, 1) == 0
+            pattern = "position (head feature) -> head position feature"
+            return rearrange(item, pattern, head=heads if splits else 1)
+        return item[None] if item.dim() < 3 else item
 
     def _which(self, batch_row: int, count: int) -> str:
         """Return which of the batch items is drawn, or which window of which item."""
@@ -104,6 +99,37 @@ class Attended:
             return f"Batch item {batch_row} of {count}, counted from 0."
         item, window = divmod(batch_row, windows)
         return f"Window {window} of {windows} of batch item {item} of {count // windows}, counted from 0."
+
+
+def _drawable(contents: Mapping[str, Tensor], stage: str) -> Tensor:
+    """Return a stage of all batch items.
+
+    Raise `SpecError` if there is no such stage, or if only its shape is known.
+    """
+    if stage in contents:
+        if contents[stage].is_meta:
+            raise SpecError(
+                f"{stage} cannot be drawn: its numbers do not fit in memory, so only its shape is known. "
+                "Try a smaller --seq-len."
+            )
+        return contents[stage]
+    instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
+    way = f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}."
+    raise SpecError(f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. {way}")
+
+
+def _existing(heads: Sequence[int], stage: str, count: int) -> list[int]:
+    """Return the heads. Raise `SpecError` if one of them is none of the `count` heads of a stage."""
+    for head in heads:
+        if head not in range(count):
+            raise SpecError(f"head {head} does not exist: {stage} has {count}, counted from 0.")
+    return list(heads)
+
+
+def _axis(name: str, size: int, labels: Sequence[str]) -> PictureAxis:
+    """Return an axis, with the labels of the tokens if it is one of positions and there are as many."""
+    fits = name in ("query", "key") and len(labels) == size
+    return PictureAxis(name, tuple(labels) if fits else ())
 
 
 def for_viewer(
@@ -122,35 +148,45 @@ def for_viewer(
     """
     from .viewer import storages, viewer_data
 
-    names = dict.fromkeys((*_IN_A_PAGE, *more))
-
-    def drawable(attention: Attended) -> dict[str, Tensor]:
-        contents = attention.contents()
-        stages = {name: contents[name] for name in names if name in contents and not contents[name].is_meta}
-        return {name: tensor for name, tensor in stages.items() if tensor.numel()}
-
-    def pictures(attention: Attended) -> list[Picture]:
-        fitting = {
-            name: labels if len(labels) in tensor.shape[-2:] else () for name, tensor in drawable(attention).items()
-        }
-        return [attention.picture(name, labels=fit, title=name) for name, fit in fitting.items()]
-
+    names = [*dict.fromkeys((*_IN_A_PAGE, *more))]
     sizes: dict[str, tuple[int, int]] = {}
     for item in attended:
-        for name, tensor in drawable(item).items():
+        for name, tensor in _filled(item, names).items():
             elements, panels = sizes.get(name, (0, 0))
-            sizes[name] = elements + tensor[0].numel(), panels + (len(tensor[0]) if tensor.dim() == 4 else 1)
+            heads = len(tensor[0]) if tensor.dim() == 4 else 1
+            sizes[name] = elements + tensor[0].numel(), panels + heads
     if not sizes:
         return None
-    named = ((item.name or "attention", pictures(item)) for item in attended)
+    named = ((item.name or "attention", _pictures(item, names, labels)) for item in attended)
     return viewer_data(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
+
+
+def _filled(attended: Attended, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the stages with these names that have numbers."""
+    contents = attended.contents()
+    filled = {}
+    for name in names:
+        if name in contents and not contents[name].is_meta and contents[name].numel():
+            filled[name] = contents[name]
+    return filled
+
+
+def _pictures(attended: Attended, names: Iterable[str], labels: Sequence[str]) -> list[Picture]:
+    # Only the shapes are kept: a picture computes its stage again.
+    shapes = {name: tensor.shape for name, tensor in _filled(attended, names).items()}
+    pictures = []
+    for name, shape in shapes.items():
+        fitting = labels if len(labels) in shape[-2:] else ()
+        pictures.append(attended.picture(name, labels=fitting, title=name))
+    return pictures
 
 
 def _numbers(panels: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
     """Return the panels as float32, with -inf for masked elements."""
     if len(chosen) < len(panels):
         panels = panels[chosen]
-        masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
+        if masked is not None and len(masked) > 1:
+            masked = masked[chosen]
     numbers = panels.detach().float()
     if masked is not None:
         numbers = numbers.masked_fill(masked.to(numbers.device), -float("inf"))
@@ -164,11 +200,15 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     An element with a weight is shown, also if it is masked: a row with all keys masked has weights.
     """
     scores = contents.get("masked_scores")
-    if stage not in ("masked_scores", "weights") or scores is None or scores.shape[-2:] != contents[stage].shape[-2:]:
+    if stage not in ("masked_scores", "weights") or scores is None:
+        return None
+    if scores.shape[-2:] != contents[stage].shape[-2:]:
         return None
     place = batch_row if batch_row < len(scores) else 0
     masked = scores[place].detach() < -_FAR
-    free = contents.get("scores")
-    if free is not None and free.shape == scores.shape:
-        masked &= free[place].detach() >= -_FAR
-    return masked & (contents[stage][batch_row].detach() == 0) if stage == "weights" else masked
+    unmasked = contents.get("scores")
+    if unmasked is not None and unmasked.shape == scores.shape:
+        masked &= unmasked[place].detach() >= -_FAR
+    if stage == "masked_scores":
+        return masked
+    return masked & (contents[stage][batch_row].detach() == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from textwrap import wrap
 
@@ -39,80 +39,124 @@ def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none") -
 
     Masked cells have no colour: a dot if both cells of a character are masked, and blank without colours.
     """
-    lines = _Drawing(picture, WIDTH if width is None else max(width, 20), depth).lines()
-    return "\n".join(line.rstrip(" ") for line in lines) + "\n"
+    drawing = _Drawing(picture, WIDTH if width is None else max(width, 20), depth)
+    return "\n".join(line.rstrip(" ") for line in drawing.lines()) + "\n"
 
 
 class _Drawing:
     """A picture at a given width and number of colours."""
 
     def __init__(self, picture: Picture, width: int, depth: Depth) -> None:
-        self.picture, self.width, self.depth = picture, width, depth
+        self.picture, self.width = picture, width
+        self.depth: Depth = depth
+        self.is_inked = depth != "none"
+        """Whether cells have colours."""
         self.codes = () if depth == "none" else codes(picture.signed, depth)
         self.count = len(self.codes or RAMP)
         """Number of steps of the colour map."""
-        (count, height, across), rows, columns = picture.shape, picture.rows, picture.columns
-        ticks = [len(str(height - 1)), *(min(cells(label), WIDEST_LABEL) for label in rows.labels)]
-        self.gutter = max(*ticks, cells(rows.name) + 2, cells(columns.name) + 2) + 1
+        self.gutter = _gutter(picture.rows, picture.columns, picture.shape[1])
+        """The columns left of the panels."""
         self.widest_name = max(map(cells, picture.panels))
-        # A cell is two columns wide if the picture is small, or has labels, which need room.
-        named, is_inked = bool(rows.labels or columns.labels), depth != "none"
-        beside = count if is_inked and not named else 1
-        limit = 2 * LARGE if named else LARGE
-        self.zoom = 2 if max(height, across) <= limit and 2 * across <= self.room(beside) else 1
-        self.is_tall = self.zoom > 1 or not is_inked
+        self.zoom = 2 if self._has_room_for_wide_cells() else 1
+        """The columns of a cell."""
+        self.is_tall = self.zoom > 1 or not self.is_inked
         """Whether a cell is a whole line high instead of half a line."""
-        side = max(2 * across if self.zoom > 1 else min(across, SIDE), self.widest_name)
-        fit = (width - self.gutter + GAP) // (side + GAP)
-        self.beside = max(min(count, fit), 1)
-        """Number of panels in a row."""
+        self.beside = self._panels_in_a_row()
+
+    def _has_room_for_wide_cells(self) -> bool:
+        """Return whether the picture is small, or has labels, which need room, and fits with wide cells."""
+        count, height, across = self.picture.shape
+        is_labelled = bool(self.picture.rows.labels or self.picture.columns.labels)
+        limit = 2 * LARGE if is_labelled else LARGE
+        if max(height, across) > limit:
+            return False
+        beside = count if self.is_inked and not is_labelled else 1
+        return 2 * across <= self.room(beside)
+
+    def _panels_in_a_row(self) -> int:
+        count, _, across = self.picture.shape
+        least = 2 * across if self.zoom > 1 else min(across, SIDE)
+        side = max(least, self.widest_name)
+        fit = (self.width - self.gutter + GAP) // (side + GAP)
+        return max(min(count, fit), 1)
 
     def room(self, beside: int) -> int:
         return (self.width - self.gutter + GAP) // beside - GAP
 
     def lines(self) -> list[str]:
-        count, rows, _ = self.picture.shape
-        across = (self.width - self.gutter - GAP * (self.beside - 1)) // self.beside // self.zoom
-        # One panel alone may be as wide as the page, and about as high as a screen.
-        across = max(min(across, 3 * SIDE if count == 1 else 2 * SIDE), 1)
-        # A character is twice as high as it is wide.
-        down = across if self.depth != "none" or rows <= across else max(across // 2, 1)
+        down, across = self._most_cells()
         values, block = reduced(self.picture.values, down, across)
         panels = steps(values, self.picture.scale, self.count).tolist()
         lines: list[str] = []
         for first in range(0, len(panels), self.beside):
-            names = self.picture.panels[first : first + self.beside]
-            lines += [*self.band(names, panels[first : first + self.beside], block), ""]
+            beside = slice(first, first + self.beside)
+            lines += self.band(self.picture.panels[beside], panels[beside], block)
+            lines.append("")
         return [*lines, *self.legend(block)]
+
+    def _most_cells(self) -> tuple[int, int]:
+        """Return the most cells of a panel, down and across."""
+        count, rows, _ = self.picture.shape
+        across = self.room(self.beside) // self.zoom
+        # One panel alone may be as wide as the page, and about as high as a screen.
+        most = 3 * SIDE if count == 1 else 2 * SIDE
+        across = max(min(across, most), 1)
+        if self.is_inked or rows <= across:
+            return across, across
+        # A character is twice as high as it is wide.
+        return max(across // 2, 1), across
 
     def band(self, names: Sequence[str], panels: Sequence[list[list[int]]], block: tuple[int, int]) -> list[str]:
         """Return panels in a row, between their names and the numbers or labels of their columns."""
         rows, columns = self.picture.rows, self.picture.columns
         count = len(panels[0][0])
         across = max(count * self.zoom, min(self.widest_name, self.room(self.beside)))
-
-        def line(left: str, parts: Iterable[str]) -> str:
-            padded = (part + " " * (across - cells(_ESCAPE.sub("", part))) for part in parts)
-            return " " * (self.gutter - 1 - cells(left)) + left + " " + (" " * GAP).join(padded)
-
-        lines = [line(f"{rows.name} ↓", (_cut(name, across) for name in names))]
+        titles = [_cut(name, across) for name in names]
+        lines = [self._line(f"{rows.name} ↓", titles, across)]
         bodies = [self.panel(panel) for panel in panels]
+        height = len(bodies[0])
         for number, parts in enumerate(zip(*bodies, strict=True)):
-            row = number if self.is_tall else 2 * number
-            tick = _cut(_label(rows.labels, row, block[0]), WIDEST_LABEL) if rows.labels else str(row * block[0])
-            has_tick = rows.labels or number % _TICK == 0 or len(bodies[0]) <= _TICK
-            lines.append(line(tick if has_tick else "", parts))
-        for number, ticks in enumerate(_across(columns, count, block[1], self.zoom)):
-            lines.append(line(f"{columns.name} →" if number == 0 else "", [ticks] * len(panels)))
+            tick = self._tick(number, height, block[0])
+            lines.append(self._line(tick, parts, across))
+        left = f"{columns.name} →"
+        for ticks in _across(columns, count, block[1], self.zoom):
+            lines.append(self._line(left, [ticks] * len(panels), across))
+            left = ""
         return lines
 
+    def _line(self, left: str, parts: Iterable[str], across: int) -> str:
+        """Return a line of panels that are so many columns `across`, with a text left of them."""
+        margin = " " * (self.gutter - 1 - cells(left))
+        gap = " " * GAP
+        panels = gap.join(_padded(part, across) for part in parts)
+        return f"{margin}{left} {panels}"
+
+    def _tick(self, number: int, height: int, size: int) -> str:
+        """Return the label or the number of the row that begins in a line; empty between two row numbers.
+
+        `height` is the number of lines of the panel, and `size` that of the rows in a cell.
+        """
+        labels = self.picture.rows.labels
+        row = number if self.is_tall else 2 * number
+        if labels:
+            return _cut(_label(labels, row, size), WIDEST_LABEL)
+        if number % _TICK == 0 or height <= _TICK:
+            return str(row * size)
+        return ""
+
     def panel(self, rows: list[list[int]]) -> list[str]:
-        if self.depth == "none":
-            return ["".join((RAMP[s] if s >= 0 else _INKLESS[s]) * self.zoom for s in row) for row in rows]
+        """Return the lines of a panel, whose cells are steps of the colour map, or without a colour."""
+        if not self.is_inked:
+            lines = []
+            for row in rows:
+                lines.append("".join(_character(step) * self.zoom for step in row))
+            return lines
         if self.zoom > 1:
-            wide = [[step for step in row for _ in range(2)] for row in rows]
+            wide = [np.repeat(row, 2).tolist() for row in rows]
             return [self.pairs(row, row) for row in wide]
-        return [self.pairs(*pair) for pair in zip_longest(rows[::2], rows[1::2], fillvalue=[_NONE] * len(rows[0]))]
+        below_last = [_NONE] * len(rows[0])
+        pairs = zip_longest(rows[::2], rows[1::2], fillvalue=below_last)
+        return [self.pairs(upper, lower) for upper, lower in pairs]
 
     def pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
         """Return one line of two rows; both are the same row if a cell is a line high."""
@@ -128,61 +172,93 @@ class _Drawing:
 
     def character(self, above: int, below: int) -> tuple[str, str]:
         """Return the style and the character of two cells, one above the other."""
-        upper, lower = (self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "") for step in (above, below))
+        upper, lower = self._code(above), self._code(below)
         if not upper and not lower:
             return "", "·" if _MASKED in (above, below) else " "
-        if not upper or not lower:
-            return f"38;{upper or lower}", "▀" if upper else "▄"
-        if above == below and above in (_NAN, _INFINITE):  # different characters, not only different colours
-            return f"38;5;16;48;{upper}", "×" if above == _NAN else "+"
+        if not lower:
+            return f"38;{upper}", "▀"
+        if not upper:
+            return f"38;{lower}", "▄"
+        # Different characters, not only different colours.
+        if above == below == _NAN:
+            return f"38;5;16;48;{upper}", "×"
+        if above == below == _INFINITE:
+            return f"38;5;16;48;{upper}", "+"
         return f"38;{upper};48;{lower}", "▀"
+
+    def _code(self, step: int) -> str:
+        """Return the colour of a cell; empty if it has none."""
+        return self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "")
 
     def legend(self, block: tuple[int, int]) -> list[str]:
         """Return the meaning of the colours, and the notes."""
+        lines: list[str] = []
+        for part in [*self._scale(), *self._signs()]:
+            joined = f"{lines[-1]}   {part}" if lines else part
+            if lines and _width(joined) <= self.width:
+                lines[-1] = joined
+            else:
+                lines.append(part)
+        for note in self._notes(block):
+            lines += wrap(note, self.width)
+        return lines
+
+    def _scale(self) -> list[str]:
+        """Return the title with the colour scale between its ends."""
         picture, span = self.picture, self.picture.range
-        (low, high), title, is_inked = picture.scale, picture.title, self.depth != "none"
+        title = picture.title
         if span.nan + span.infinite + span.masked == picture.values.size:
-            parts = [f"{title}: every element is masked, NaN or inf"]
-        elif low == high:
-            step = int(steps(np.full((1, 1, 1), low, np.float32), picture.scale, self.count)[0, 0, 0])
-            parts = [f"{title}: every number is {number(low)} {self.swatch(step)}"]
+            return [f"{title}: every element is masked, NaN or inf"]
+        low, high = map(number, picture.scale)
+        if picture.scale[0] == picture.scale[1]:
+            return [f"{title}: every number is {low} {self.swatch(self._step_of(picture.scale[0]))}"]
+        room = self.width - cells(f"{low}  {high}")
+        room_beside = room - cells(title) - 2
+        if room_beside >= BAR // 2:
+            parts = [f"{title}  {low} {self.bar(room_beside)} {high}"]
         else:
-            ends = f"{number(low)} ", f" {number(high)}"
-            room = self.width - sum(map(cells, ends))
-            beside = cells(title) + 2
             # A long title goes above the colour scale.
-            is_beside = room - beside >= BAR // 2
-            bar = self.bar(room - beside if is_beside else room).join(ends)
-            parts = [f"{title}  {bar}"] if is_beside else [title, bar]
-            parts += [f"from {number(span.least)} to {number(span.most)}"] if picture.signed else []
-        parts += [f"{'·' if is_inked else 'blank'}: masked"] if span.masked else []
-        odd = (span.nan, _NAN, " magenta", "NaN"), (span.infinite, _INFINITE, " white", "inf")
-        for count, step, colour, name in odd:
-            if count:
-                parts.append(f"{self.swatch(step)}{colour if is_inked else ''}: {name}, {plural(count, 'element')}")
-        notes = list(picture.notes)
+            parts = [title, f"{low} {self.bar(room)} {high}"]
+        if picture.signed:
+            parts.append(f"from {number(span.least)} to {number(span.most)}")
+        return parts
+
+    def _step_of(self, value: float) -> int:
+        """Return the step of the colour map for a number."""
+        values = np.full((1, 1, 1), value, np.float32)
+        step = steps(values, self.picture.scale, self.count)
+        return int(step.item())
+
+    def _signs(self) -> Iterator[str]:
+        """Yield the meaning of the signs of elements that are no finite numbers."""
+        span = self.picture.range
+        if span.masked:
+            yield "·: masked" if self.is_inked else "blank: masked"
+        if span.nan:
+            sign = f"{self.swatch(_NAN)} magenta" if self.is_inked else self.swatch(_NAN)
+            yield f"{sign}: NaN, {plural(span.nan, 'element')}"
+        if span.infinite:
+            sign = f"{self.swatch(_INFINITE)} white" if self.is_inked else self.swatch(_INFINITE)
+            yield f"{sign}: inf, {plural(span.infinite, 'element')}"
+
+    def _notes(self, block: tuple[int, int]) -> Iterator[str]:
+        picture = self.picture
         if block != (1, 1):
             _, rows, columns = picture.shape
             size = f"{block[0]} × {block[1]} elements ({picture.rows.name} × {picture.columns.name})"
-            notes.insert(0, f"Each cell is the largest of {size}: {rows:,} × {columns:,} do not fit.")
-        lines: list[str] = []
-        for part in parts:
-            if lines and cells(_ESCAPE.sub("", f"{lines[-1]}   {part}")) <= self.width:
-                lines[-1] += f"   {part}"
-            else:
-                lines.append(part)
-        return [*lines, *(line for note in notes for line in wrap(note, self.width))]
+            yield f"Each cell is the largest of {size}: {rows:,} × {columns:,} do not fit."
+        yield from picture.notes
 
     def bar(self, room: int) -> str:
-        if self.depth == "none":
+        if not self.is_inked:
             return RAMP
         size = max(min(BAR, room), 2)
         places = [place * self.count // size for place in range(size)]
         return self.pairs(places, places)
 
     def swatch(self, step: int) -> str:
-        if self.depth == "none":
-            return RAMP[step] if step >= 0 else _INKLESS[step]
+        if not self.is_inked:
+            return _character(step)
         return self.pairs([step, step], [step, step])
 
 
@@ -191,27 +267,69 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _gutter(rows: PictureAxis, columns: PictureAxis, height: int) -> int:
+    """Return the columns left of the panels: room for the row numbers, the row labels and both names."""
+    widths = [len(str(height - 1)), cells(rows.name) + 2, cells(columns.name) + 2]
+    for label in rows.labels:
+        widths.append(min(cells(label), WIDEST_LABEL))
+    return max(widths) + 1
+
+
+def _character(step: int) -> str:
+    """Return the character of a cell without colours."""
+    return RAMP[step] if step >= 0 else _INKLESS[step]
+
+
+def _width(text: str) -> int:
+    """Return the columns of a text with escape sequences."""
+    return cells(_ESCAPE.sub("", text))
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - _width(text))
+
+
 def _label(labels: tuple[str, ...], cell: int, size: int) -> str:
     """Return the label of a cell: the first label of several, with an ellipsis; empty if there is none."""
-    return labels[cell * size] + ("…" if size > 1 else "") if cell * size < len(labels) else ""
+    place = cell * size
+    if place >= len(labels):
+        return ""
+    return f"{labels[place]}…" if size > 1 else labels[place]
 
 
 def _across(axis: PictureAxis, count: int, size: int, zoom: int) -> list[str]:
     """Return the lines below a panel: numbers with enough distance, or labels downwards, one character in a line."""
     if axis.labels:
-        names = [_cut(_label(axis.labels, cell, size), LONGEST_LABEL * 2) for cell in range(count)]
-        # A dot replaces a character that is too wide.
-        columns = [[c if cells(c) <= zoom else "·" for c in name if cells(c)][:LONGEST_LABEL] for name in names]
-        rows = zip_longest(*columns, fillvalue=" ")
-        return ["".join(c + " " * (zoom - cells(c)) for c in row) for row in rows]
+        return _downwards([_label(axis.labels, cell, size) for cell in range(count)], zoom)
     widest = len(str((count - 1) * size)) + 1
-    apart = next((n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32) if n * zoom >= widest), max(count, 1))
     line = ""
-    for cell in range(0, count, apart):
+    for cell in range(0, count, _distance(widest, zoom) or max(count, 1)):
         text = str(cell * size)
         if cell * zoom + len(text) <= count * zoom:
             line = line.ljust(cell * zoom) + text
     return [line]
+
+
+def _downwards(labels: Iterable[str], zoom: int) -> list[str]:
+    """Return the lines of labels that are written downwards, each in the columns of a cell."""
+    columns = []
+    for label in labels:
+        characters = [character for character in _cut(label, LONGEST_LABEL * 2) if cells(character)]
+        # A dot replaces a character that is too wide.
+        column = [character if cells(character) <= zoom else "·" for character in characters]
+        columns.append(column[:LONGEST_LABEL])
+    lines = []
+    for row in zip_longest(*columns, fillvalue=" "):
+        lines.append("".join(_padded(character, zoom) for character in row))
+    return lines
+
+
+def _distance(widest: int, zoom: int) -> int | None:
+    """Return the cells between two column numbers, so that the widest fits; None if no round number is enough."""
+    for distance in (1, 2, 4, 5, 8, 10, 16, 20, 32):
+        if distance * zoom >= widest:
+            return distance
+    return None
 
 
 def _cut(text: str, room: int) -> str:

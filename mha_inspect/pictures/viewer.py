@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..text import printable
-from .grid import Picture, hex_table, range_of, reduced
+from .grid import Floats, Picture, Range, hex_table, range_of, reduced
 from .terminal import number
 
 ROOM = 12_000_000
@@ -41,11 +41,15 @@ def storages(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Storage]:
     total = sum(elements for elements, _ in sizes.values())
     if total <= ROOM:
         return dict.fromkeys(sizes, Storage(16 if 2 * total <= ROOM else 8, None))
-    parts = {name: max(len(sizes) - 1, 1) if name == "weights" else 1 for name in sizes}
+    shares = dict.fromkeys(sizes, 1)
+    if "weights" in sizes and len(sizes) > 1:
+        shares["weights"] = len(sizes) - 1
     stored = {}
     for name, (elements, panels) in sizes.items():
-        room = ROOM * parts[name] // sum(parts.values())
-        cells = None if elements <= room else max(int((room / max(panels, 1)) ** 0.5), 1)
+        room = ROOM * shares[name] // sum(shares.values())
+        cells = None
+        if elements > room:
+            cells = max(int((room / max(panels, 1)) ** 0.5), 1)
         stored[name] = Storage(16 if 2 * elements <= room else 8, cells)
     return stored
 
@@ -58,28 +62,8 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     """
     _, rows, columns = picture.shape
     values, block = reduced(picture.values, how.cells or rows, how.cells or columns)
-    most = 2**how.bits - 3
     ranges = [range_of(panel) for panel in values]
-    low = np.array([panel.least for panel in ranges], np.float64)[:, None, None]
-    width = np.array([panel.most - panel.least for panel in ranges], np.float64)[:, None, None]
-    with np.errstate(invalid="ignore"):
-        place = np.round((values - low) / np.where(width > 0, width, 1) * (most - 1)) + 1
-    codes = np.nan_to_num(place, nan=0, posinf=0, neginf=0).astype("<u2" if how.bits == 16 else "u1")
-    codes[values == np.inf] = most + 1
-    codes[np.isnan(values)] = most + 2
-    whole = picture.range
-    notes = []
-    if whole.least < whole.most:
-        notes.append(f"All heads together: from {number(whole.least)} to {number(whole.most)}.")
-    if block != (1, 1):
-        notes.append(
-            f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
-            f"{picture.columns.name}). All {rows:,} × {columns:,} for each head would make the page too large."
-        )
-    notes.append(f"Stored in {how.bits} bits, rounded by at most {number(float(width.max()) / (most - 1) / 2)}.")
-    signs = [["masked", "masked"]] if whole.masked else []
-    signs += [["nan", f"NaN ({whole.nan:,})"]] if whole.nan else []
-    signs += [["inf", f"inf ({whole.infinite:,})"]] if whole.infinite else []
+    low, high = [panel.least for panel in ranges], [panel.most for panel in ranges]
     return {
         "stage": picture.title,
         "axes": [picture.rows.name, picture.columns.name],
@@ -90,12 +74,59 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
         "signed": picture.signed,
         "scale": list(picture.scale),
         "heads": list(picture.panels),
-        "low": [panel.least for panel in ranges],
-        "high": [panel.most for panel in ranges],
-        "signs": signs,
-        "notes": [*notes, *picture.notes],
-        "data": base64.b64encode(codes.tobytes()).decode(),
+        "low": low,
+        "high": high,
+        "signs": _signs(picture.range),
+        "notes": [*_notes(picture, ranges, block, how.bits), *picture.notes],
+        "data": base64.b64encode(_codes(values, low, high, how.bits)).decode(),
     }
+
+
+def _codes(values: Floats, low: Sequence[float], high: Sequence[float], bits: int) -> bytes:
+    """Return the codes of all elements, `panel row column`; each panel has the range from its low to its high."""
+    most = _most(bits)
+    start = np.array(low, np.float64)[:, None, None]
+    width = np.array(high, np.float64)[:, None, None] - start
+    with np.errstate(invalid="ignore"):
+        parts = (values - start) / np.where(width > 0, width, 1)
+        places = np.round(parts * (most - 1)) + 1
+    finite = np.nan_to_num(places, nan=0, posinf=0, neginf=0)
+    codes = finite.astype("<u2" if bits == 16 else "u1")
+    codes[values == np.inf] = most + 1
+    codes[np.isnan(values)] = most + 2
+    return codes.tobytes()
+
+
+def _most(bits: int) -> int:
+    """Return the highest code of a finite number."""
+    return int(2**bits - 3)
+
+
+def _notes(picture: Picture, ranges: Iterable[Range], block: tuple[int, int], bits: int) -> Iterator[str]:
+    """Yield how the elements are stored: the range of all, the size of a block, the largest rounding error."""
+    whole = picture.range
+    if whole.least < whole.most:
+        yield f"All heads together: from {number(whole.least)} to {number(whole.most)}."
+    if block != (1, 1):
+        _, rows, columns = picture.shape
+        yield (
+            f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
+            f"{picture.columns.name}). All {rows:,} × {columns:,} for each head would make the page too large."
+        )
+    widest = max(panel.most - panel.least for panel in ranges)
+    yield f"Stored in {bits} bits, rounded by at most {number(widest / (_most(bits) - 1) / 2)}."
+
+
+def _signs(span: Range) -> list[list[str]]:
+    """Return the signs of elements that are no finite numbers, each with its meaning."""
+    signs = []
+    if span.masked:
+        signs.append(["masked", "masked"])
+    if span.nan:
+        signs.append(["nan", f"NaN ({span.nan:,})"])
+    if span.infinite:
+        signs.append(["inf", f"inf ({span.infinite:,})"])
+    return signs
 
 
 def viewer_data(
@@ -108,10 +139,14 @@ def viewer_data(
     tokens: dict[str, list[str]] = {}
     shown = []
     for name, pictures in attentions:
-        axes = [axis for picture in pictures for axis in (picture.rows, picture.columns)]
-        tokens |= {axis.name: list(axis.labels) for axis in axes if axis.labels}
-        stages = [encoded(picture, how[picture.title]) for picture in pictures]
-        shown += [{"name": printable(name), "stages": stages}] if stages else []
+        stages = []
+        for picture in pictures:
+            stages.append(encoded(picture, how[picture.title]))
+            for axis in (picture.rows, picture.columns):
+                if axis.labels:
+                    tokens[axis.name] = list(axis.labels)
+        if stages:
+            shown.append({"name": printable(name), "stages": stages})
     colours = ["".join(hex_table(signed)) for signed in (False, True)]
     return {"attentions": shown, "tokens": tokens, "colours": colours, "first": dict(first)}
 

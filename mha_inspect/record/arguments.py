@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,7 +25,8 @@ def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
-        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        by_place = {str(place): value for place, value in enumerate(args)}
+        return {**by_place, **kwargs}
 
 
 def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -39,8 +39,10 @@ def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iter
         return
     if id(value) in within:
         return
+    within = (*within, id(value))
     for key, child in parts_of(value):
-        yield from tensors_in(child, f"{name}.{key}" if name else str(key), (*within, id(value)))
+        path = f"{name}.{key}" if name else str(key)
+        yield from tensors_in(child, path, within)
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]]:
@@ -48,11 +50,16 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list)):
-        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
-    if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        stored = getattr(value, "__dict__", None)  # an object may raise if a field is asked for
-        return [(f.name, getattr(value, f.name, None) if stored is None else stored.get(f.name)) for f in fields(value)]
-    return []
+        keys = getattr(value, "_fields", range(len(value)))
+        return list(zip(keys, value, strict=True))
+    if not is_dataclass(value) or isinstance(value, (type, nn.Module)):
+        return []
+    names = [field.name for field in fields(value)]
+    stored = getattr(value, "__dict__", None)
+    if stored is None:
+        return [(name, getattr(value, name, None)) for name in names]
+    # An object may raise if a field is asked for.
+    return [(name, stored.get(name)) for name in names]
 
 
 def with_parts(value: Any, parts: list[Any]) -> Any:
@@ -64,9 +71,11 @@ def with_parts(value: Any, parts: list[Any]) -> Any:
     if not isinstance(value, dict) and not is_dataclass(value):
         return value
     copied = copy.copy(value)
-    put = copied.__setitem__ if isinstance(copied, dict) else partial(object.__setattr__, copied)  # also if frozen
     for (key, _), part in zip(parts_of(value), parts, strict=True):
-        put(key, part)
+        if isinstance(copied, dict):
+            copied[key] = part
+        else:
+            object.__setattr__(copied, key, part)  # also if it is frozen
     return copied
 
 
@@ -77,10 +86,8 @@ def first_tensor(result: Any) -> Tensor:
     """
     for _, tensor in tensors_in(result):
         return dense(tensor)
-    raise InputError(
-        f"the forward returned {'None' if result is None else a_kind(result)}, which contains no tensor. "
-        "Return the output tensor."
-    )
+    kind = "None" if result is None else a_kind(result)
+    raise InputError(f"the forward returned {kind}, which contains no tensor. Return the output tensor.")
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -104,8 +111,9 @@ def _described(value: Any) -> str:
         return f"({', '.join(map(_described, value))})"
     if isinstance(value, dict):
         return f"{{{described(value)}}}"
-    if parts_of(value):
-        return f"{type(value).__name__}({described(dict(parts_of(value)))})"
+    parts = dict(parts_of(value))
+    if parts:
+        return f"{type(value).__name__}({described(parts)})"
     return str(value)
 
 
@@ -116,7 +124,8 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     def walk(part: Any, within: tuple[int, ...] = ()) -> Any:
         parts = parts_of(part) if id(part) not in within else []  # a container may contain itself
         if parts:
-            return with_parts(part, [walk(child, (*within, id(part))) for _, child in parts])
+            within = (*within, id(part))
+            return with_parts(part, [walk(child, within) for _, child in parts])
         if id(part) not in seen:
             seen[id(part)] = change(part)
         return seen[id(part)]
@@ -135,13 +144,19 @@ def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | s
 
     None keeps the device or the dtype. A complex tensor stays complex; `nn.Module.to` would drop its imaginary part.
     """
-    return changed(value, lambda part: _cast(part.detach(), dtype, device) if isinstance(part, Tensor) else part)
+
+    def convert(part: Any) -> Any:
+        return _cast(part.detach(), dtype, device) if isinstance(part, Tensor) else part
+
+    return changed(value, convert)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
     if tensor.is_complex():
         dtype = dtype.to_complex() if dtype in (torch.float32, torch.float64) else None
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() or tensor.is_complex() else None)
+    elif not tensor.is_floating_point():
+        dtype = None
+    return tensor.to(device=device, dtype=dtype)
 
 
 def with_copies(value: T) -> T:
@@ -157,12 +172,18 @@ def with_copies(value: T) -> T:
         try:
             if not isinstance(part, Tensor):
                 return copy.deepcopy(part)
-            overlaps = part.layout == torch.strided and 0 in part.stride() and part.numel() > 1
-            return part if part.is_meta or overlaps else part.detach().clone()
+            if part.is_meta or _overlaps_itself(part):
+                return part
+            return part.detach().clone()
         except Exception:  # user classes may raise anything when copied
             return part
 
     return cast(T, changed(value, copied))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as in `torch.ones(1).expand(4)`."""
+    return tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1
 
 
 def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:

@@ -55,14 +55,18 @@ class Callers:
 
     def modules(self) -> Iterator[tuple[nn.Module, str]]:
         """Yield the known modules that still exist, with their paths."""
-        for known, path in self._paths.values():
-            if (module := known()) is not None:
+        for reference, path in self._paths.values():
+            module = reference()
+            if module is not None:
                 yield module, path
 
     def path_of(self, module: object) -> str | None:
         """Return the path of a module inside the recorded module; None if it is not known."""
-        known = self._paths.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
+        entry = self._paths.get(id(module))
+        if entry is None:
+            return None
+        reference, path = entry
+        return path if reference() is module else None
 
     def note(self, frame: FrameType | None) -> None:
         """Note the site of a frame and the number of its call, which is the same as long as the site is."""
@@ -85,9 +89,9 @@ class Callers:
             if code is ATTENTION_FORWARD:
                 attention = frame
             if code is _MODULE_CALL or code.co_name == "forward":
-                known = self._module_calls.get(id(frame))
+                begun = self._module_calls.get(id(frame))
                 # The mark exists as long as the call, and so long no other frame has its id.
-                call = known[1] if known is not None and known[0]() is not None else None
+                call = begun[1] if begun is not None and begun[0]() is not None else None
                 if call is not None or self._calls_module(frame):
                     site.append(call or self._begin_call(frame))
                     break

@@ -123,18 +123,18 @@ _OPERATIONS = _read(_TABLE)
 
 
 @cache
-def _known(base_name: str) -> tuple[str, frozenset[str]]:
+def _row_of(base_name: str) -> tuple[str, frozenset[str]]:
     return _OPERATIONS.get(base_name) or _OPERATIONS.get(base_name.rstrip("_")) or ("", frozenset())
 
 
 def traits(base_name: str) -> frozenset[str]:
     """Return the traits of an operation; empty if it is not in the table."""
-    return _known(base_name)[1]
+    return _row_of(base_name)[1]
 
 
 def axes_rule(base_name: str) -> str:
     """Return the name of an operation's rule for axes; empty if it has no rule."""
-    return _known(base_name)[0]
+    return _row_of(base_name)[0]
 
 
 Way = Literal["reopen", "attention", "part", "adding", "unknown"]
@@ -233,10 +233,10 @@ ABOUT: dict[int, About] = {}
 
 def about(func: Any) -> About:
     """Return the properties of an operation, from its schema, tags and kernels."""
-    known = ABOUT.get(id(func))
-    if known is None:
-        known = ABOUT[id(func)] = _inspect(func)
-    return known
+    properties = ABOUT.get(id(func))
+    if properties is None:
+        properties = ABOUT[id(func)] = _inspect(func)
+    return properties
 
 
 def _inspect(func: Any) -> About:

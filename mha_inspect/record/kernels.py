@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,27 +86,42 @@ class AttentionCall(NamedTuple):
 
         `turn` selects the head; with the results of the `steps`, the largest difference selects head and queries.
         """
-        asked, *given = self.heads_first(run), results[0], *(steps or ())
-        given = [tensor.transpose(-3, -2) for tensor in given] if self.rows_first else given
-        *shape, count, width = given[0].shape
+        asked = self.heads_first(run)
+        compared = [results[0], *(steps or ())]
+        if self.rows_first:
+            compared = [tensor.transpose(-3, -2) for tensor in compared]
+        result = compared[0]
+        *shape, count, width = result.shape
         number, query = turn % math.prod(shape), count - 1
         if steps is not None:
-            apart = (given[0] - given[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
-            number, query = divmod(int(apart.argmax()) // width, count)
+            difference = (result - compared[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
+            number, query = divmod(int(difference.argmax()) // width, count)
         head = tuple(map(int, np.unravel_index(number, shape)))
         step = max(1, count // FEW)
-        group = asked.query.shape[-3] // asked.key.shape[-3] if head else 1
-        shared = (*head[:-1], head[-1] // group) if head else ()
         rows = range(query % step, count, step)
-        bias, keys = asked.bias, range(asked.key.shape[-2])
+        few = asked._of_rows(head, rows, tuple(shape))
+        return few._replace(few=(rows, count)), (_of_head(result, head, rows),)
+
+    def _of_rows(self, head: tuple[int, ...], rows: range, shape: tuple[int, ...]) -> AttentionCall:
+        """Return the call for some queries of one head, with all of its keys, which have the shape `... heads`.
+
+        Several query heads may share one key head.
+        """
+        kv_head = head
+        if head:
+            group = self.query.shape[-3] // self.key.shape[-3]
+            kv_head = (*head[:-1], head[-1] // group)
+        keys = range(self.key.shape[-2])
+        bias = self.bias
         if bias is not None:
             bias = bias.expand(*shape, *bias.shape[-2:])
             bias = _of_head(bias, head, rows if bias.shape[-2] > 1 else range(1))
-        key, value = _of_head(asked.key, shared, keys), _of_head(asked.value, shared, keys)
-        few = asked._replace(
-            query=_of_head(asked.query, head, rows), key=key, value=value, bias=bias, few=(rows, count)
+        return self._replace(
+            query=_of_head(self.query, head, rows),
+            key=_of_head(self.key, kv_head, keys),
+            value=_of_head(self.value, kv_head, keys),
+            bias=bias,
         )
-        return few, (_of_head(given[0], head, rows),)
 
     def allowed(self, rows: Tensor) -> Tensor | None:
         """Return which keys these queries may attend to, ignoring the bias: `query key`; None if every key."""
@@ -113,9 +129,14 @@ class AttentionCall(NamedTuple):
             return None
         distance, allowed = self._distances(rows)
         before, after = self.window
-        allowed = allowed & (distance >= 0) if self.causal else allowed.expand(distance.shape)
-        allowed = allowed & (distance <= before) if before >= 0 else allowed
-        return allowed & (distance >= -after) if after >= 0 else allowed
+        allowed = allowed.expand(distance.shape)
+        if self.causal:
+            allowed = allowed & (distance >= 0)
+        if before >= 0:
+            allowed = allowed & (distance <= before)
+        if after >= 0:
+            allowed = allowed & (distance >= -after)
+        return allowed
 
     def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many positions each key is before each query, and whether both are in the same sequence."""
@@ -124,13 +145,16 @@ class AttentionCall(NamedTuple):
         if self.starts is None:
             places = rows + (len(keys) - count if self.from_end else 0)
             return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
-        other_starts = self.starts if self.key_starts is None else self.key_starts
-        first, second = (start.to(rows.device).long() for start in (self.starts, other_starts))
-        row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, rows), (second, keys)))
-        # Aligned at the end, the last query of a sequence has the position of its last key.
-        shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
-        places = rows - first[row] + shift[row]
-        return places[:, None] - (keys - second[other]), row[:, None] == other
+        starts = self.starts.to(rows.device).long()
+        key_starts = starts if self.key_starts is None else self.key_starts.to(rows.device).long()
+        sequences = torch.searchsorted(starts[1:], rows, right=True)
+        key_sequences = torch.searchsorted(key_starts[1:], keys, right=True)
+        places = rows - starts[sequences]
+        if self.from_end:
+            # The last query of a sequence has the position of its last key.
+            places = places + (key_starts.diff() - starts.diff())[sequences]
+        key_places = keys - key_starts[key_sequences]
+        return places[:, None] - key_places, sequences[:, None] == key_sequences
 
 
 OPERANDS = AttentionCall._fields[:6]
@@ -142,8 +166,10 @@ _REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slope
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by schema name, in order; a missing one is its default or None."""
-    names = {each.name: each.default_value if each.has_default_value() else None for each in func._schema.arguments}
-    return {**names, **dict(zip(names, args, strict=False)), **kwargs}
+    defaults = {}
+    for argument in func._schema.arguments:
+        defaults[argument.name] = argument.default_value if argument.has_default_value() else None
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
@@ -151,44 +177,63 @@ def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     Arguments are found by their schema names. Raises `NotOpenedError` for an argument that the steps do not support.
     """
-    given, kernel = bound(func, args, kwargs), about(func).name
-
-    def first(*names: str) -> Any:
-        return next((given[name] for name in names if name in given), None)
-
-    if func._overloadname == "quantized":
-        raise NotOpenedError("quantized operands are not supported")
-    for refused in _REFUSED:
-        if given.get(refused) is not None:
-            raise NotOpenedError(f"{refused} is not supported")
-    query, key, value = first("query", "q"), first("key", "k"), first("value", "v")
+    arguments, kernel = bound(func, args, kwargs), about(func).name
+    _refuse_unsupported(func, arguments)
+    query = _first(arguments, "query", "q")
+    key = _first(arguments, "key", "k")
+    value = _first(arguments, "value", "v")
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
-    bias = first("attn_mask", "attn_bias", "bias")
-    starts, key_starts = (first(*(f"{start}_{side}" for start in ("cum_seq", "cu_seqlens", "cu_seq"))) for side in "qk")
-    kind, window = given.get("custom_mask_type", 0), given.get("window_size")
-    if isinstance(window, int) and window > 0:
-        raise NotOpenedError("window_size is not supported")
-    if not isinstance(window, (list, tuple)):
-        window = given.get("window_size_left"), given.get("window_size_right")
-    before, after = (-1 if end is None else int(end) for end in window)
+    bias = _first(arguments, "attn_mask", "attn_bias", "bias")
+    starts = _first(arguments, "cum_seq_q", "cu_seqlens_q", "cu_seq_q")
+    mask_type = arguments.get("custom_mask_type", 0)
     # Heads come after rows, except in cuDNN's kernel without packed rows.
     is_flat = not kernel.startswith(("aten._scaled", "aten._triton"))
     rows_first = is_flat and (starts is not None or "cudnn" not in kernel)
+    scale = arguments.get("scale")
     return AttentionCall(
         query,
         key,
         value,
-        bias if isinstance(bias, Tensor) else None,
-        starts,
-        key_starts,
-        causal=bool(given.get("is_causal")) or kind in (1, 2),
-        from_end=kind == 2 or (rows_first and kind == 0),
-        window=(before, after),
-        scale=1 / math.sqrt(query.shape[-1]) if given.get("scale") is None else float(given["scale"]),
-        dropout=float(given.get("dropout_p") or 0.0),
+        bias=bias if isinstance(bias, Tensor) else None,
+        starts=starts,
+        key_starts=_first(arguments, "cum_seq_k", "cu_seqlens_k", "cu_seq_k"),
+        causal=bool(arguments.get("is_causal")) or mask_type in (1, 2),
+        from_end=mask_type == 2 or (rows_first and mask_type == 0),
+        window=_window(arguments),
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        dropout=float(arguments.get("dropout_p") or 0.0),
         rows_first=rows_first,
     )
+
+
+def _refuse_unsupported(func: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `NotOpenedError` for an argument that the steps do not support."""
+    if func._overloadname == "quantized":
+        raise NotOpenedError("quantized operands are not supported")
+    for name in _REFUSED:
+        if arguments.get(name) is not None:
+            raise NotOpenedError(f"{name} is not supported")
+
+
+def _first(arguments: Mapping[str, Any], *names: str) -> Any:
+    """Return the argument that has the first of these names which the kernel uses; None if it uses none of them."""
+    for name in names:
+        if name in arguments:
+            return arguments[name]
+    return None
+
+
+def _window(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many keys before and after its position a query may attend to; -1 for no limit."""
+    window = arguments.get("window_size")
+    if isinstance(window, int) and window > 0:
+        raise NotOpenedError("window_size is not supported")
+    if isinstance(window, (list, tuple)):
+        before, after = window
+    else:
+        before, after = arguments.get("window_size_left"), arguments.get("window_size_right")
+    return -1 if before is None else int(before), -1 if after is None else int(after)
 
 
 # -- the steps --------------------------------------------------------------------------------------------------------
@@ -206,23 +251,29 @@ def attention(do: Do, asked: AttentionCall, dtype: torch.dtype | None = None, *,
     """
     query, key, value = asked.query, asked.key, asked.value
     dtype = dtype or query.dtype
-    dtype = torch.float32 if dtype in (torch.half, torch.bfloat16) else dtype
-    heads, kv_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
+    if dtype in (torch.half, torch.bfloat16):
+        dtype = torch.float32
+    group = _heads_of(query) // _heads_of(key)
     bias = _bias(do, asked, dtype, described)
     query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
-    key = _repeated(do, _in_dtype(do, key, dtype), heads // kv_heads)
+    key = _repeated(do, _in_dtype(do, key, dtype), group)
     scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
     del query, key  # free a long sequence's keys in float64 before converting its values
-    if bias is None:
+    if bias is not None:
+        scores = do(_A.add.Tensor, scores, bias)
+    # Without a bias, or with only a lower triangle, each query can attend to at least one key.
+    if bias is None or (asked.is_plainly_causal and asked.bias is None):
         weights = do(_A._softmax.default, scores, -1, False)
     else:
-        scores = do(_A.add.Tensor, scores, bias)
-        # With only a lower triangle, each query can attend to at least one key.
-        whole = asked.is_plainly_causal and asked.bias is None
-        weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
+        weights = do(_A._safe_softmax.default, scores, -1)
     del scores, bias
-    product: Tensor = _product(do, weights, _repeated(do, _in_dtype(do, value, dtype), heads // kv_heads))
+    product: Tensor = _product(do, weights, _repeated(do, _in_dtype(do, value, dtype), group))
     return product
+
+
+def _heads_of(tensor: Tensor) -> int:
+    """Return the number of heads: that of `... heads row head_dim`, or 1 for `row head_dim`."""
+    return tensor.shape[-3] if tensor.dim() > 2 else 1
 
 
 def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
@@ -250,7 +301,8 @@ def _filled(do: Do, mask: Any, dtype: torch.dtype) -> Any:
     """Return an additive mask: a boolean mask becomes 0 where a query may attend and -inf elsewhere."""
     if mask.dtype != torch.bool:
         return _in_dtype(do, mask, dtype)
-    zero, masked = (do(_A.scalar_tensor.default, n, dtype=dtype, device=mask.device) for n in (0.0, -torch.inf))
+    zero = do(_A.scalar_tensor.default, 0.0, dtype=dtype, device=mask.device)
+    masked = do(_A.scalar_tensor.default, -torch.inf, dtype=dtype, device=mask.device)
     return do(_A.where.self, mask, zero, masked)
 
 
@@ -279,10 +331,16 @@ def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Any:
     if len(lead) == 1:
         return tensor
     shape = [math.prod(lead), *tensor.shape[-2:]]
-    places = [(n, s) for n, s in zip(lead, tensor.stride(), strict=False) if n != 1]
-    if all(outer == n * inner for (_, outer), (n, inner) in pairwise(places)):  # contiguous with each other
-        return do(_A.view.default, tensor, shape)
-    return do(_A._unsafe_view.default, do(_A.clone.default, tensor, memory_format=torch.contiguous_format), shape)
+    if not _is_contiguous(tensor, lead):
+        tensor = do(_A.clone.default, tensor, memory_format=torch.contiguous_format)
+        return do(_A._unsafe_view.default, tensor, shape)
+    return do(_A.view.default, tensor, shape)
+
+
+def _is_contiguous(tensor: Tensor, lead: tuple[int, ...]) -> bool:
+    """Return whether the leading dimensions are contiguous with each other, so that a view has them as one."""
+    dims = [(size, stride) for size, stride in zip(lead, tensor.stride(), strict=False) if size != 1]
+    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(dims))
 
 
 def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -310,8 +368,10 @@ def _adding_product(
 ) -> tuple[Tensor, ...]:
     """Return beta · added + alpha · left · right, as `baddbmm` and `addmm` do."""
     product = do(_A.bmm.default if left.dim() == 3 else _A.mm.default, left, right)
-    product = product if alpha == 1 else do(_A.mul.Scalar, product, alpha)
-    added = added if beta == 1 else do(_A.mul.Scalar, added, beta)
+    if alpha != 1:
+        product = do(_A.mul.Scalar, product, alpha)
+    if beta != 1:
+        added = do(_A.mul.Scalar, added, beta)
     return (do(_A.add.Tensor, product, added),)
 
 
@@ -320,22 +380,34 @@ def _few(tensor: Tensor, rank: int) -> Tensor:
     return tensor[:FEW] if tensor.dim() == rank else tensor
 
 
-_PARTS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Any, ...]]]] = {
-    "aten._transform_bias_rescale_qkv.default": (_split_qkv, lambda qkv, bias, heads: (qkv[:FEW], bias, heads)),
-    "aten._masked_softmax.default": (
+@dataclass(frozen=True)
+class _Part:
+    """A kernel that computes part of an attention."""
+
+    steps: Callable[..., tuple[Tensor, ...]]
+    """Takes `do`, then the arguments of the kernel, and computes its results step by step."""
+    few: Callable[..., tuple[Any, ...]]
+    """Takes the arguments of the kernel, and returns those of its first results."""
+
+
+_PARTS = {
+    "aten._transform_bias_rescale_qkv.default": _Part(
+        _split_qkv,
+        lambda qkv, bias, heads: (qkv[:FEW], bias, heads),
+    ),
+    "aten._masked_softmax.default": _Part(
         _masked_softmax,
         lambda scores, mask, dim=None, kind=None: (scores[:FEW], mask if kind == 0 else mask[:FEW], dim, kind),
     ),
-    "aten.baddbmm.default": (
+    "aten.baddbmm.default": _Part(
         _adding_product,
         lambda added, left, right, *rest: (_few(added, 3), left[:FEW], right[:FEW], *rest),
     ),
-    "aten.addmm.default": (
+    "aten.addmm.default": _Part(
         _adding_product,
         lambda added, left, right, *rest: (_few(added, 2), left[:FEW], right, *rest),
     ),
 }
-"""Kernel that computes part of an attention, to its steps and to the selection of arguments for its first results."""
 
 
 class PartCall(NamedTuple):
@@ -353,13 +425,14 @@ class PartCall(NamedTuple):
     def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
         """Compute the kernel step by step; with `dtype`, in that dtype."""
         args = self.args if dtype is None else cast_tensors(self.args, dtype)
-        return _PARTS[self.name][0](do, *args, **self.settings)
+        return _PARTS[self.name].steps(do, *args, **self.settings)
 
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
     ) -> tuple[PartCall, tuple[Tensor, ...]]:
         """Return the call for the first few items of the first dimension, and the kernel's results for them."""
-        return self._replace(args=_PARTS[self.name][1](*self.args)), tuple(result[:FEW] for result in results)
+        args = _PARTS[self.name].few(*self.args)
+        return self._replace(args=args), tuple(result[:FEW] for result in results)
 
 
 KernelCall = AttentionCall | PartCall
@@ -367,17 +440,17 @@ KernelCall = AttentionCall | PartCall
 
 def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCall:
     """Return the call of a kernel. Raises `NotOpenedError` if its steps are not known or not supported."""
-    known = about(func)
-    if known.fused is not None and known.fused.way == "attention":
+    operator = about(func)
+    if operator.fused is not None and operator.fused.way == "attention":
         return read_attention(func, args, kwargs)
-    if known.name not in _PARTS:
+    if operator.name not in _PARTS:
         raise NotOpenedError("its steps are not known")
     if any(tensor.is_nested for _, tensor in tensors_in(args)):
         raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
-    return PartCall(known.name, tuple(args), dict(kwargs))
+    return PartCall(operator.name, tuple(args), dict(kwargs))
 
 
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
     """Return a view of some rows of one head of `... heads row width`, with the same number of dimensions."""
-    where = *(slice(at, at + 1) for at in head), slice(rows.start, rows.stop, rows.step)
-    return tensor[where]
+    of_head = [slice(index, index + 1) for index in head]
+    return tensor[*of_head, slice(rows.start, rows.stop, rows.step)]

@@ -31,8 +31,10 @@ _SPREAD = ("torch.distributed.", "torch.nn.parallel.")
 @cache
 def _inner(kind: type) -> str:
     """Return the attribute with the rank's tensor, for a class that wraps it; empty for any other class."""
-    ours = (base for base in kind.__mro__ if base.__module__.startswith("torch.distributed."))
-    return next((_WRAPPERS[base.__name__] for base in ours if base.__name__ in _WRAPPERS), "")
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.distributed.") and base.__name__ in _WRAPPERS:
+            return _WRAPPERS[base.__name__]
+    return ""
 
 
 def wraps(kinds: Iterable[type]) -> bool:
@@ -47,16 +49,20 @@ def local(tensor: Tensor, *, filled: bool = False) -> Tensor:
     """
     if filled and wraps([type(tensor)]):
         wait(tensor)
-    while name := _inner(type(tensor)):
+    name = _inner(type(tensor))
+    while name:
         tensor = getattr(tensor, name)
+        name = _inner(type(tensor))
     return tensor
 
 
 def by_rank(tensor: Tensor) -> list[Tensor]:
     """Return the tensor of each rank, if torch simulates all of them in this process; else the tensor alone."""
     tensor = local(tensor, filled=True)
-    each: dict[int, Tensor] = getattr(tensor, "_local_tensors", {})
-    return [each[rank] for rank in sorted(each)] or [tensor]
+    of_ranks: dict[int, Tensor] = getattr(tensor, "_local_tensors", {})
+    if not of_ranks:
+        return [tensor]
+    return [of_ranks[rank] for rank in sorted(of_ranks)]
 
 
 def wait(result: Any) -> None:
@@ -67,31 +73,44 @@ def wait(result: Any) -> None:
 
 def runs_on_shapes(frame: FrameType | None) -> bool:
     """Return whether the code of a frame only computes the shape of a DTensor's result."""
-    while frame is not None and not frame.f_code.co_filename.endswith(_SHAPES):
-        frame = frame.f_back if frame.f_code is not _MODULE_CALL else None
-    return frame is not None
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_SHAPES):
+            return True
+        if frame.f_code is _MODULE_CALL:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def needs_ranks(module: nn.Module, recording: Recording | None = None) -> bool:
     """Return whether another run of a module would need the other ranks, which do not know of it."""
-    kinds = (kind.__module__ for part in module.modules() for kind in type(part).__mro__)
-    is_spread = any(kind.startswith(_SPREAD) for kind in kinds) or wraps(map(type, module.parameters()))
-    return is_spread or (recording is not None and any(op.is_collective for op in recording.ops))
+    if wraps(map(type, module.parameters())):
+        return True
+    for part in module.modules():
+        if any(base.__module__.startswith(_SPREAD) for base in type(part).__mro__):
+            return True
+    return recording is not None and any(op.is_collective for op in recording.ops)
 
 
 def gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the parameters that FSDP gathers for a forward, each with its module and its name there."""
     for parameter in _of_fsdp(modules):
         with suppress(AttributeError):  # not gathered yet
-            yield parameter._module_info.module, parameter._module_info.param_name, local(parameter._unsharded_param)
+            place = parameter._module_info
+            yield place.module, place.param_name, local(parameter._unsharded_param)
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name; for a parameter that FSDP has gathered, the rank's own part."""
-    paths = {part: f"{path}." if path else "" for path, part in module.named_modules()}
-    own = ((parameter._module_info, parameter.sharded_param) for parameter in _of_fsdp(paths))
-    own_parts = {paths[about.module] + about.param_name: part for about, part in own if about.module in paths}
-    return {name: own_parts.get(name, parameter) for name, parameter in module.named_parameters()}
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    paths = {part: path for path, part in module.named_modules()}
+    for parameter in _of_fsdp(paths):
+        place = parameter._module_info
+        path = paths.get(place.module)
+        name = f"{path}.{place.param_name}" if path else place.param_name
+        if path is not None and name in parameters:
+            parameters[name] = parameter.sharded_param
+    return parameters
 
 
 def _of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -100,8 +119,11 @@ def _of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
         with suppress(AttributeError):  # private names, which another version of torch may not have
             state_of: Any = getattr(type(module), "_get_fsdp_state", None)
             state = None if state_of is None else state_of(module)
-            groups = () if state is None else getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            yield from (parameter for group in groups if group is not None for parameter in group.fsdp_params)
+            if state is None:
+                continue
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    yield from group.fsdp_params
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
                 "Enter and leave the block in the thread that runs the module."
             )
         self._block = None
-        RUNNING.set(tuple(other for other in RUNNING.get() if other is not block))
+        RUNNING.set(tuple(running for running in RUNNING.get() if running is not block))
         take_off(self)
 
     def _learn(self, root: nn.Module) -> None:
@@ -154,9 +154,12 @@ class Recorder(TorchDispatchMode):
             start = f"{path}." if path else ""
             for names, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in tensors.items():
-                    if tensor is not None and id(tensor) not in names:
-                        known = self._lazy if nn.parameter.is_lazy(tensor) else names
-                        known[id(tensor)] = start + name, tensor
+                    if tensor is None or id(tensor) in names:
+                        continue
+                    if nn.parameter.is_lazy(tensor):
+                        self._lazy[id(tensor)] = start + name, tensor
+                    else:
+                        names[id(tensor)] = start + name, tensor
         self._name(self._parameters, parameters.values())
         self._name(self._buffers, buffers.values())
 
@@ -177,14 +180,17 @@ class Recorder(TorchDispatchMode):
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
         self._name(self._parameters, [named for named in self._lazy.values() if not nn.parameter.is_lazy(named[1])])
-        gathers = gathered(module for module, _ in self._callers.modules())
-        whole = [(self._callers.path_of(module), name, self._look(tensor, False)) for module, name, tensor in gathers]
+        whole: list[tuple[str, Look]] = []
+        for module, name, tensor in gathered(module for module, _ in self._callers.modules()):
+            path = self._callers.path_of(module)
+            whole.append((f"{path}.{name}" if path else name, self._look(tensor, False)))
         with uncollected():
             self._catch_up()
             self._callers.number_turns(self._ops)
         tensors = self._tensors
         if whole:
-            self._read_whole({f"{path}.{name}" if path else name: tensors.read(look) for path, name, look in whole})
+            self._read_whole({name: tensors.read(look) for name, look in whole})
+        hides_compiled = bool(self._compiled or self._with_compiled_function) and not self.opens_compiled
         return Recording(
             ops=tuple(self._ops),
             inputs=tuple(self._inputs),
@@ -198,7 +204,7 @@ class Recorder(TorchDispatchMode):
                 *_of_compiled(self._compiled, "compiled", opened=self.opens_compiled),
                 *_of_compiled(self._with_compiled_function, "using a compiled function", opened=self.opens_compiled),
             ),
-            hides_compiled=bool(self._compiled or self._with_compiled_function) and not self.opens_compiled,
+            hides_compiled=hides_compiled,
             constants=tensors.constants(),
             values=tensors.values,
             sights=self._sights,
@@ -206,15 +212,19 @@ class Recorder(TorchDispatchMode):
 
     def _read_whole(self, whole: Mapping[str, TensorRef]) -> None:
         """Name the parameters that FSDP gathered, which the operations read, instead of the ranks' parts."""
-        first: dict[tuple[object, ...], TensorRef] = {}  # the backward pass makes the same views again
-        for tensor in (tensor for op in self._ops for tensor in op.inputs):
-            first.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride), tensor)
+        views: dict[tuple[object, ...], TensorRef] = {}
+        for op in self._ops:
+            for tensor in op.inputs:
+                # The first one: the backward pass makes the same views again.
+                views.setdefault(_memory_of(tensor), tensor)
         for place, named in enumerate(self._parameters):
-            if named.name in whole:
-                tensor = whole[named.name]
-                key = tensor.storage, tensor.offset, tensor.shape, tensor.stride
-                self._parameters[place] = Named(named.name, first.get(key, tensor))
-                self._tensors.producers.pop(self._parameters[place].tensor.id, None)  # its memory is the run's own
+            if named.name not in whole:
+                continue
+            gathered = whole[named.name]
+            tensor = views.get(_memory_of(gathered), gathered)
+            self._parameters[place] = Named(named.name, tensor)
+            # Its memory is the run's own.
+            self._tensors.producers.pop(tensor.id, None)
 
     def _catch_up(self) -> None:
         """Turn the notes into operations."""
@@ -234,10 +244,11 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, entry: Entry) -> Op:
         """Add one operation, and return it."""
-        known, args, kwargs, results, written, site, call, kernel, kind, sight, _ = entry
+        operator, args, kwargs, results, written, site, call, kernel, kind, sight, _ = entry
         tensors, index = self._tensors, len(self._ops)
         inputs: list[TensorRef] = []
-        plain, write, in_place, kind_given = tensors.plain, tensors.write, written is not None, kind is not None
+        plain, write = tensors.plain, tensors.write
+        in_place, kind_given = written is not None, kind is not None
         plain_args = tuple([plain(value, inputs) for value in args])
         plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()} if kwargs else {}
         outputs = [write(look, index, inputs, in_place, kind_given) for look in results]
@@ -245,10 +256,7 @@ class Recorder(TorchDispatchMode):
             written_refs = [write(look, index, inputs, True, kind_given) for look in written]
             outputs = outputs or written_refs
         if kind is None:
-            input_storages = {tensor.storage for tensor in inputs}
-            kind = "copy" if known.copies else "compute"
-            if outputs and all(output.storage in input_storages for output in outputs):
-                kind = "write" if in_place and known.base_name not in _VIEWS_IN_PLACE else "view"
+            kind = _kind_by_memory(operator, inputs, outputs, in_place=in_place)
         if site is not self._place[0]:
             self._place = site, place_of_site(site)
         if sight is not None:
@@ -256,13 +264,13 @@ class Recorder(TorchDispatchMode):
         read = tuple(inputs)
         op = Op(
             index,
-            known.name,
+            operator.name,
             plain_args,
             plain_kwargs,
             plain_args if read == plain_args else read,  # share the tuple if possible: there are many
             tuple(outputs),
             kind,
-            known.pointwise,
+            operator.pointwise,
             *self._place[1],
             call,
             kernel,
@@ -285,46 +293,56 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if running is not self._accepted and not self._belongs(running):
             return func(*args, **kwargs)
-        known = ABOUT.get(id(func)) or about(func)
-        if self._inside or (known.needs_care and not (known.adds and not adds_scores(args, kwargs))):
-            return self._run_with_care(known, func, args, kwargs or {}, sys._getframe(1))
+        operator = ABOUT.get(id(func)) or about(func)
+        if self._inside or (operator.needs_care and _needs_care(operator, args, kwargs)):
+            return self._run_with_care(operator, func, args, kwargs, sys._getframe(1))
+        return self._run_plain(operator, args, kwargs, sys._getframe(1))
+
+    def _run_plain(self, operator: About, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Run an operation that writes into no argument and opens no kernel, as nearly all do: it has to be quick."""
         look = self._look
         noted = []
         for value in args:
             kind = type(value)
-            noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
-        named = kwargs and {name: self._tensors.note(value) for name, value in kwargs.items()}
-        result = known.run(*args, **kwargs) if kwargs else known.run(*args)
+            if kind in DENSE:
+                noted.append(look(value))
+            elif kind in PLAIN:
+                noted.append(value)
+            else:
+                noted.append(self._tensors.note(value))
+        named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else kwargs
+        result = operator.run(*args, **kwargs) if kwargs else operator.run(*args)
         callers = self._callers
-        callers.note(self._asking or sys._getframe(1))
+        callers.note(self._asking or frame)
         looks = (look(result, False),) if type(result) is Tensor else self._looks(result)
         self._entries.append(
-            (known, noted, named, looks, None, callers.site, callers.call, self._kernel, None, None, None)
+            (operator, noted, named, looks, None, callers.site, callers.call, self._kernel, None, None, None)
         )
         if self._keeps:
-            if known.name.startswith("_c10d_functional."):
+            if operator.name.startswith("_c10d_functional."):
                 wait(result)  # a kept tensor is read after the run, or never waited for
             self._catch_up()
         return result
 
     def _run_with_care(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         """Run an operation that may be fused or composite, write into its arguments, or make weights."""
-        if known.fused or self._inside:
-            answer = self._look_into(known, func, args, kwargs, frame)
+        if operator.fused or self._inside:
+            answer = self._look_into(operator, func, args, kwargs, frame)
             if answer is not NotImplemented:
                 return answer
-        if known.composite and torch.is_inference_mode_enabled():
+        if operator.composite and torch.is_inference_mode_enabled():
             # Inference mode lacks autograd's dispatch keys, in which torch otherwise decomposes composite operations.
             return self._decompose(func, args, kwargs, frame)
         note = self._tensors.note
-        noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
-        written = self._about_to_write(known, args, kwargs) if known.written else None
+        noted = [note(value) for value in args]
+        named = {name: note(value) for name, value in kwargs.items()}
+        written = self._about_to_write(operator, args, kwargs) if operator.written else None
         result = func(*args, **kwargs)
         self._callers.note(self._asking or frame)
-        sight = self._sight_of(known, args, result) if known.weighs else None
-        self._note(known, noted, named, result, written, sight=sight)
+        sight = self._sight_of(operator, args, result) if operator.weighs else None
+        self._note(operator, noted, named, result, written, sight=sight)
         return result
 
     def _looks(self, result: Any) -> Sequence[Look]:
@@ -342,7 +360,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(
         self,
-        known: About,
+        operator: About,
         args: list[Any],
         kwargs: dict[str, Any],
         result: Any,
@@ -352,21 +370,38 @@ class Recorder(TorchDispatchMode):
         sight: Sight | None = None,
         opening: Any = None,
     ) -> None:
-        """Note an operation that ran at the current site, under the name in `known`.
+        """Note an operation that ran at the current site, under the name of `operator`.
 
         With `kind`, the results may be in memory that already existed; `written` is the tensors that it wrote into.
         """
         written_looks = None if written is None else [self._look(tensor, False) for tensor in written]
-        results, site = self._looks(result), (self._callers.site, self._callers.call, self._kernel)
-        self._entries.append((known, args, kwargs, results, written_looks, *site, kind, sight, opening))
+        callers = self._callers
+        results = self._looks(result)
+        self._entries.append(
+            (
+                operator,
+                args,
+                kwargs,
+                results,
+                written_looks,
+                callers.site,
+                callers.call,
+                self._kernel,
+                kind,
+                sight,
+                opening,
+            )
+        )
         if self._tensors.keep:
             self._catch_up()
 
-    def _sight_of(self, known: About, args: Sequence[Any], result: Any) -> Sight | None:
+    def _sight_of(self, operator: About, args: Sequence[Any], result: Any) -> Sight | None:
         """Return which query sees which key in weights; None if the weights have no numbers."""
-        if isinstance(result, Tensor):
-            with self._unrecorded(), suppress(Exception):  # other kinds of tensors may raise anything
-                return sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
+        if not isinstance(result, Tensor):
+            return None
+        dim = args[1] if operator.base_name.endswith("softmax") else None
+        with self._unrecorded(), suppress(Exception):  # other kinds of tensors may raise anything
+            return sight_of(args[0], result, dim)
         return None
 
     @contextmanager
@@ -377,7 +412,7 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _look_into(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         """Run and open a fused kernel; return `NotImplemented` if the operation is to be recorded as any other."""
         return NotImplemented
@@ -399,10 +434,13 @@ class Recorder(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
-    def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def _about_to_write(self, operator: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors that an operation will write into, after copying the kept tensors in their memory."""
-        places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
-        written = [tensor for _, tensor in tensors_in(places)]
+        arguments = []
+        for place, name in operator.written:
+            given = args[place] if place < len(args) else None
+            arguments.append(kwargs.get(name, given))
+        written = [tensor for _, tensor in tensors_in(arguments)]
         if self._tensors.keep:
             for tensor in written:
                 self._tensors.copy_kept(tensor)
@@ -422,6 +460,28 @@ class Recorder(TorchDispatchMode):
         return [module for module, path in self._callers.modules() if not path]
 
 
+def _memory_of(tensor: TensorRef) -> tuple[object, ...]:
+    """Return what two views of the same elements have in common."""
+    return tensor.storage, tensor.offset, tensor.shape, tensor.stride
+
+
+def _needs_care(operator: About, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call of an operation that may need care does: a sum is fused only where it adds to scores."""
+    return not operator.adds or adds_scores(args, kwargs)
+
+
+def _kind_by_memory(
+    operator: About, inputs: Iterable[TensorRef], outputs: Sequence[TensorRef], *, in_place: bool
+) -> Kind:
+    """Return the kind of an operation: whether its results are in new memory, or in that of its inputs."""
+    storages = {tensor.storage for tensor in inputs}
+    shares_memory = bool(outputs) and all(output.storage in storages for output in outputs)
+    if not shares_memory:
+        return "copy" if operator.copies else "compute"
+    writes = in_place and operator.base_name not in _VIEWS_IN_PLACE
+    return "write" if writes else "view"
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has compiled a module, which then runs kernels fused from its lines."""
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
@@ -434,19 +494,28 @@ def _uses_compiled_function(module: nn.Module) -> bool:
     """
     if "torch._dynamo" not in sys.modules:  # nothing was compiled
         return False
-    values = [*vars(module).values()]
+    for value in _values_near(module):
+        if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+            return True
+    return False
+
+
+def _values_near(module: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of a module and of its classes, and the variables that its forward names."""
+    yield from vars(module).values()
     for kind in type(module).__mro__:
         if kind is nn.Module:
             break
-        values += vars(kind).values()
+        yield from vars(kind).values()
     forward = getattr(type(module), "forward", None)
     if isinstance(forward, FunctionType):  # not a script of torch.jit, which is no Python
         forward = inspect.unwrap(forward)
     if isinstance(forward, FunctionType):
-        values += [forward.__globals__.get(name) for name in forward.__code__.co_names]
-        values += [cell.cell_contents for cell in forward.__closure__ or () if _is_filled(cell)]
-    functions = [value for value in values if isinstance(value, FunctionType)]
-    return any("_torchdynamo_orig_callable" in vars(function) for function in functions)
+        for name in forward.__code__.co_names:
+            yield forward.__globals__.get(name)
+        for cell in forward.__closure__ or ():
+            if _is_filled(cell):
+                yield cell.cell_contents
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -464,9 +533,12 @@ def _of_compiled(paths: Sequence[str], how: str, *, opened: bool) -> tuple[str, 
     """
     if not paths:
         return ()
-    first = f"Module {paths[0]}" if paths[0] else "The module"
-    others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
+    modules = f"Module {paths[0]}" if paths[0] else "The module"
+    if len(paths) == 1:
+        modules += " is"
+    else:
+        modules += f" and {plural(len(paths) - 1, 'other')} are"
     if opened:
-        return (f"{first}{others} {how} (torch.compile). This run used the original Python code.",)
+        return (f"{modules} {how} (torch.compile). This run used the original Python code.",)
     way = "Run the module before .compile(), or run its ._orig_mod." if how == "compiled" else "Use trace for its code."
-    return (f"{first}{others} {how} (torch.compile), and operations inside compiled kernels cannot be shown. {way}",)
+    return (f"{modules} {how} (torch.compile), and operations inside compiled kernels cannot be shown. {way}",)

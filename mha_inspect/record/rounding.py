@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +66,12 @@ def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict
 
 def max_difference(left: Tensor, right: Tensor) -> float:
     """Return the largest difference between elements of two tensors of the same shape, as `distances` defines it."""
-    return max((largest for _, largest in _differences(left, right)), default=0.0)
+    return max((part.largest for part in _differences(left, right)), default=0.0)
 
 
 def rounding_error(output: Tensor, reference: Tensor) -> float:
     """Return the largest difference between elements that are finite in both tensors."""
-    return max((largest for _, largest in _differences(output, reference, finite=True)), default=0.0)
+    return max((part.largest for part in _differences(output, reference, finite=True)), default=0.0)
 
 
 def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
@@ -80,16 +81,21 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     summed in float64. Two NaNs or two equal infinities differ by 0; against any other number they differ by infinity.
     ‖left‖ is over finite elements.
     """
-    largest = apart = 0.0
-    for difference, most in _differences(left, right):
-        largest = max(largest, most)
-        if most:
-            apart += float(torch.linalg.vector_norm(difference.double())) ** 2
+    largest = apart = whole = 0.0
+    for part in _differences(left, right):
+        largest = max(largest, part.largest)
+        if part.largest:
+            apart += _square(part.difference.double())
     if apart == 0:
         return largest, 0.0
-    finite = (part.double().nan_to_num(0.0, 0.0, 0.0) for part, _ in parts(left, left))
-    whole = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in finite)
+    for numbers, _ in parts(left, left):
+        whole += _square(numbers.double().nan_to_num(0.0, 0.0, 0.0))
     return largest, math.sqrt(apart) / math.sqrt(whole) if whole else math.inf
+
+
+def _square(numbers: Tensor) -> float:
+    """Return the sum of squares."""
+    return float(torch.linalg.vector_norm(numbers)) ** 2
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -102,11 +108,22 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.is_meta or not left.numel():
         return True
     bits = _BITS.get(left.element_size(), torch.uint8)  # 16-byte complex numbers: byte by byte
-    left, right = (side.detach().flatten().view(bits) for side in (left, right))
-    return all(int(bound) == 0 for a, b in parts(left, right) for bound in torch.aminmax(a - b))
+    left_bits, right_bits = left.detach().flatten().view(bits), right.detach().flatten().view(bits)
+    for left_part, right_part in parts(left_bits, right_bits):
+        low, high = torch.aminmax(left_part - right_part)
+        if int(low) != 0 or int(high) != 0:
+            return False
+    return True
 
 
-def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterator[tuple[Tensor, float]]:
+class _Part(NamedTuple):
+    """The differences of some elements of two tensors."""
+
+    difference: Tensor
+    largest: float
+
+
+def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterator[_Part]:
     """Yield the differences of two tensors, one part at a time, each with its largest.
 
     Numbers that are not finite differ as `distances` says; with `finite` they differ by 0. Only parts that contain such
@@ -120,10 +137,11 @@ def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterat
         if not math.isfinite(largest):
             a, b = left_part.double(), right_part.double()
             equal = (a == b) | (a.isnan() & b.isnan())
-            equal = equal | ~(a.isfinite() & b.isfinite()) if finite else equal
+            if finite:
+                equal |= ~(a.isfinite() & b.isfinite())
             difference = (a - b).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
             largest = _largest(difference.masked_fill_(equal, 0.0))
-        yield difference, largest
+        yield _Part(difference, largest)
 
 
 def _largest(difference: Tensor) -> float:

@@ -47,14 +47,12 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
         weights: attention weights in any layout.
         dim: the dimension of the softmax; None for other functions.
     """
-    if type(weights) is not Tensor or weights.is_meta or weights.dim() < 2 or not weights.is_floating_point():
-        return None
-    if weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    if not weights.numel() or (scores is not None and scores.shape != weights.shape):
+    if type(weights) is not Tensor or not _can_be_read(weights):
         return None
     if scores is not None:
-        low, high = (float(number) for number in scores.aminmax())
+        if scores.shape != weights.shape:
+            return None
+        low, high = map(float, scores.aminmax())
         if low > MASKED_BELOW and high - low < _SPREAD:
             return OPEN
     seen = weights.nan_to_num(0.0) != 0
@@ -66,7 +64,25 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
         highest = scores.amax(dim, keepdim=True)
         seen &= highest > MASKED_BELOW
         blind = highest <= MASKED_BELOW  # false for a row with NaN
-    return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
+    return _reduced(seen, _pairs_with(dim, seen.dim()), dim, blind)
+
+
+def _can_be_read(weights: Tensor) -> bool:
+    """Return whether weights have two dimensions, and numbers that may be read while the run goes on."""
+    if weights.is_meta or weights.dim() < 2 or not weights.is_floating_point():
+        return False
+    if weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return weights.numel() > 0
+
+
+def _pairs_with(dim: int, rank: int) -> list[tuple[int, int]]:
+    """Return a dimension with each of the others, in ascending order: (0, 2), (1, 2), (2, 3) for 2 of 4."""
+    pairs = []
+    for place in range(rank):
+        if place != dim:
+            pairs.append((min(place, dim), max(place, dim)))
+    return pairs
 
 
 def hides_by_scores(asked: AttentionCall) -> bool:
@@ -84,25 +100,33 @@ def sight_of_kernel(asked: AttentionCall) -> Sight | None:
         return None
     allowed = asked.allowed(torch.arange(shape[-2], device=asked.query.device))
     if asked.bias is not None and asked.bias.numel():
-        open_ = asked.bias if asked.bias.dtype == torch.bool else asked.bias > MASKED_BELOW
-        allowed = open_ if allowed is None else allowed & open_
+        unmasked = asked.bias if asked.bias.dtype == torch.bool else asked.bias > MASKED_BELOW
+        allowed = unmasked if allowed is None else allowed & unmasked
     if allowed is None or bool(allowed.all()):
         return OPEN
-    seen = allowed[(None,) * (len(shape) - allowed.dim())]
+    missing = len(shape) - allowed.dim()
+    seen = allowed[(None,) * missing]
+    seen = seen.expand(*seen.shape[:-2], *shape[-2:])
     last = len(shape) - 1
-    return _reduced(seen.expand(*seen.shape[:-2], *shape[-2:]), [(at, last) for at in range(last)], last)
+    return _reduced(seen, _pairs_with(last, len(shape)), last)
 
 
 def joined_sight(sights: Sequence[Sight], shapes: Sequence[tuple[int, ...]], place: int, dim: int) -> Sight:
     """Return the sight of weights from those of their pieces along a dimension; the softmax runs over `dim`."""
-    pairs, turns = {}, [*zip(sights, shapes, strict=True)]
+    pairs = {}
     for pair in sorted({pair for sight in sights for pair in sight.pairs}):
-        seen = [sight.pairs.get(pair, torch.ones([shape[at] for at in pair]) > 0) for sight, shape in turns]
+        seen = []
+        for sight, shape in zip(sights, shapes, strict=True):
+            everything = torch.ones([shape[dim] for dim in pair], dtype=torch.bool)
+            seen.append(sight.pairs.get(pair, everything))
         pairs[pair] = torch.cat(seen, pair.index(place)) if place in pair else torch.stack(seen).any(0)
     if dim == place or all(sight.blind is None for sight in sights):
         return Sight(pairs)
-    rows = [(sight.blind, (*shape[:dim], 1, *shape[dim + 1 :])) for sight, shape in turns]
-    return Sight(pairs, torch.cat([torch.zeros(shape) > 0 if blind is None else blind for blind, shape in rows], place))
+    blind = []
+    for sight, shape in zip(sights, shapes, strict=True):
+        none = torch.zeros((*shape[:dim], 1, *shape[dim + 1 :]), dtype=torch.bool)
+        blind.append(none if sight.blind is None else sight.blind)
+    return Sight(pairs, torch.cat(blind, place))
 
 
 def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:
@@ -114,9 +138,11 @@ def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:
         dim: the dimension of the softmax.
     """
     dim %= seen.dim()
-    kept = _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim)
-    if kept is None or not sight.pairs:
-        return kept or sight
+    kept = _reduced(seen, _pairs_with(dim, seen.dim()), dim)
+    if kept is None:
+        return sight
+    if not sight.pairs:
+        return kept
     pairs = {pair: both & sight.pairs.get(pair, both) for pair, both in kept.pairs.items()}
     return Sight(pairs, sight.blind if kept.blind is None else kept.blind)
 
@@ -124,10 +150,12 @@ def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:
 def _reduced(seen: Tensor, pairs: Any, dim: int | None, blind: Tensor | None = None) -> Sight | None:
     """Return the sight for booleans in the layout of the weights; without `blind`, rows that see no key are blind."""
     by_pair = {}
-    for pair in pairs:
-        others = [at for at in range(seen.dim()) if at not in pair]
-        if seen.shape[pair[0]] * seen.shape[pair[1]] <= _LARGEST:
-            by_pair[pair] = seen.any(others) if others else seen
+    for first, second in pairs:
+        rest = [dim for dim in range(seen.dim()) if dim not in (first, second)]
+        if seen.shape[first] * seen.shape[second] <= _LARGEST:
+            by_pair[first, second] = seen.any(rest) if rest else seen
     if blind is None and dim is not None:
         blind = ~seen.any(dim, keepdim=True)
-    return Sight(by_pair, blind if blind is not None and bool(blind.any()) else None)
+    if blind is None or not bool(blind.any()):
+        return Sight(by_pair)
+    return Sight(by_pair, blind)

@@ -34,14 +34,15 @@ def take_off(mode: TorchDispatchMode) -> None:
     Concurrent tasks leave their blocks in any order, while torch always removes the top mode.
     """
     stack = dispatch._get_current_dispatch_mode_stack()
-    places = [place for place, other in enumerate(stack) if other is mode]
-    above = stack[places[-1] + 1 :] if places else []
+    places = [place for place, active in enumerate(stack) if active is mode]
+    if not places:
+        return
+    above = stack[places[-1] + 1 :]
     for _ in above:
         dispatch._pop_mode()
-    if places:
-        dispatch._pop_mode()
-    for other in above:
-        dispatch._push_mode(other)
+    dispatch._pop_mode()
+    for active in above:
+        dispatch._push_mode(active)
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -117,16 +117,16 @@ class Tensors:
             look = look_at(tensor)
         if not look[2]:
             look = *look, _number(tensor)
-        known = self._looks.setdefault(look, look)
-        if known is look and from_outside:
+        first = self._looks.setdefault(look, look)
+        if first is look and from_outside:
             with suppress(RuntimeError, TypeError):  # inference tensors have no version counter
                 # Numbers that the code has written down exist no longer than the operation that reads them.
                 weak = ref(tensor) if tensor.numel() > _FEW or tensor.requires_grad else partial(Tensor.detach, tensor)
                 self._outside.append((look, weak, tensor._version))
         wanted = self.keep and (not self.keeps_tables or tensor.dtype in _OF_TABLES)
         if wanted and not nn.parameter.is_lazy(tensor) and self._has_room(tensor, look[0], from_outside):
-            return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
-        return known
+            return *first[:5], first[5] if len(first) > 5 else None, tensor.detach()
+        return first
 
     def leave_uncounted(self, tensor: Tensor) -> None:
         """Take the memory of a parameter or an input as there before the run: it takes no room."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,14 @@ from torch import Tensor
 
 _A = torch.ops.aten
 _VIEWS = {
-    op: op
-    for op in (
-        _A.transpose.int,
-        _A.expand.default,
-        _A.unsqueeze.default,
-        _A.view.default,
-        _A.split.Tensor,
-    )
-} | {_A._unsafe_view.default: _A.view.default}
+    _A.transpose.int: _A.transpose.int,
+    _A.expand.default: _A.expand.default,
+    _A.unsqueeze.default: _A.unsqueeze.default,
+    _A.view.default: _A.view.default,
+    _A.split.Tensor: _A.split.Tensor,
+    _A._unsafe_view.default: _A.view.default,
+}
+"""Operations whose results are views, with the operation that makes the view."""
 _PRODUCTS = frozenset({_A.bmm.default, _A.mm.default})
 _IN_ORDER = frozenset({_A._softmax.default, _A._safe_softmax.default, _A.clone.default, _A.tril.default})
 
@@ -29,18 +29,39 @@ def described(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if func in _VIEWS:
         return _VIEWS[func](*args, **kwargs)
-    if func in (_A.ones.default, _A.scalar_tensor.default):
-        return torch.empty(args[0] if func is _A.ones.default else (), dtype=kwargs["dtype"], device="meta")
-    first, *others = [arg for arg in args if isinstance(arg, Tensor)]
+    if func is _A.ones.default:
+        return _empty(args[0], kwargs["dtype"])
+    if func is _A.scalar_tensor.default:
+        return _empty((), kwargs["dtype"])
+    operands = [arg for arg in args if isinstance(arg, Tensor)]
+    first = operands[0]
     if func in _PRODUCTS:
-        return torch.empty((*first.shape[:-1], others[0].shape[-1]), dtype=first.dtype, device="meta")
-    rank = max(tensor.dim() for tensor in (first, *others))
-    wide = [(1,) * (rank - tensor.dim()) + tuple(tensor.shape) for tensor in (first, *others)]
-    shape = tuple(map(max, zip(*wide, strict=True)))
-    dtype = kwargs.get("dtype") or next((t.dtype for t in (first, *others) if t.dtype != torch.bool), first.dtype)
+        return _empty((*first.shape[:-1], operands[1].shape[-1]), first.dtype)
+    shape = _broadcast(operands)
+    dtype = kwargs.get("dtype") or _dtype_of(operands)
     if func in _IN_ORDER or shape != first.shape or 0 in first.stride():
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return _empty(shape, dtype)
     # Pointwise: the dimensions keep their order in memory.
+    rank = len(shape)
     order = sorted(range(rank), key=lambda place: (first.stride(place), first.shape[place]), reverse=True)
-    empty = torch.empty([shape[place] for place in order], dtype=dtype, device="meta")
-    return empty.permute([order.index(place) for place in range(rank)])
+    in_memory = _empty([shape[place] for place in order], dtype)
+    return in_memory.permute([order.index(place) for place in range(rank)])
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _broadcast(operands: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the shape of operands that are broadcast against each other: [2, 1, 4] and [3, 1] give [2, 3, 4]."""
+    rank = max(tensor.dim() for tensor in operands)
+    shapes = [(1,) * (rank - tensor.dim()) + tuple(tensor.shape) for tensor in operands]
+    return tuple(map(max, zip(*shapes, strict=True)))
+
+
+def _dtype_of(operands: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of the first operand that is no mask; of the first if all are masks."""
+    for tensor in operands:
+        if tensor.dtype != torch.bool:
+            return tensor.dtype
+    return operands[0].dtype

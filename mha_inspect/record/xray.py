@@ -85,56 +85,63 @@ class XRay(Recorder):
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording so far, with `returned` as its named outputs, and its kernels."""
         recording = super().finish(returned)
-        watched = {
-            at for at, kernel in enumerate(self._kernels) if (known := fused(kernel.op)) and known.way == "reopen"
-        }
-        _join_products([op for op in recording.ops if op.kernel in watched] if watched else [])
+        reopened = set()
+        for place, kernel in enumerate(self._kernels):
+            hiding = fused(kernel.op)
+            if hiding is not None and hiding.way == "reopen":
+                reopened.add(place)
+        if reopened:
+            _join_products([op for op in recording.ops if op.kernel in reopened])
         return replace(recording, kernels=tuple(self._kernels))
 
     # -- while the run goes on ----------------------------------------------------------------------------------------
 
     def _look_into(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         asking, composite = self._asking, self._composite
         self._asking = asking or frame
         try:
-            if known.fused and (known.fused.way != "adding" or adds_scores(args, kwargs)):
-                return self._run_kernel(known, known.fused, func, args, kwargs)
+            if operator.fused and (operator.fused.way != "adding" or adds_scores(args, kwargs)):
+                return self._run_kernel(operator, operator.fused, func, args, kwargs)
             if not self._inside:
                 return NotImplemented
             if not composite:
                 # Inside a kernel the site never changes: each operation is a call of its own.
                 self._callers.is_new_call = True
-            if known.composite:
+            if operator.composite:
                 self._composite = True
                 return self._decompose(func, args, kwargs, frame)
-            return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
+            if operator.name.endswith("out"):
+                return self._run_out(operator, func, args, kwargs)
+            return NotImplemented
         finally:
             self._asking, self._composite = asking, composite
 
-    def _run_kernel(self, known: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_kernel(self, operator: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel and return its result: a `reopen` kernel with its code recorded, any other as it is."""
         place, before = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it failed", within=self._within)
+        kernel = Kernel(operator.name, hiding.title, hiding.hides, opened=False, note="it failed", within=self._within)
         self._kernels.append(kernel)
         self._within, self._inside = place, False
-        self._kernel = place if self._kernel is None else self._kernel
+        if self._kernel is None:
+            self._kernel = place
         self._callers.is_new_call = True
         try:
             if hiding.way != "reopen":
-                return self._run_leaf(place, known, func, args, kwargs)
+                return self._run_leaf(place, operator, func, args, kwargs)
             tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
             nested = any(tensor.is_nested for tensor in tensors)
-            if nested and known.name.startswith(MULTI_HEAD):
-                return self._run_padded(place, known, func, args, kwargs)
+            if nested and operator.name.startswith(MULTI_HEAD):
+                return self._run_padded(place, operator, func, args, kwargs)
             device = tensors[0].device.type
             code = _code_of(func, device, "NestedTensor" if nested else "")
             if code is None:
-                result, note = self._run_leaf(place, known, func, args, kwargs), f"torch has no code for {device}"
+                result = self._run_leaf(place, operator, func, args, kwargs)
+                self._kernels[place] = replace(kernel, opened=False, note=f"torch has no code for {device}")
             else:
-                result, note = self._record_code(code, *args, **kwargs), ""
-            self._kernels[place] = replace(kernel, opened=code is not None, note=note)
+                result = self._record_code(code, *args, **kwargs)
+                self._kernels[place] = replace(kernel, opened=True, note="")
             return result
         finally:
             self._within, self._kernel, self._inside = before
@@ -150,42 +157,48 @@ class XRay(Recorder):
             take_off(self)
             self._inside, self._callers.is_new_call = before, True
 
-    def _run_padded(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_padded(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the fast path on rows of different lengths, and record it on padded rows with a mask."""
-        result, note, start = func(*args, **kwargs), self._tensors.note, (len(self._entries), len(self._kernels))
+        result = func(*args, **kwargs)
+        num_entries, num_kernels = len(self._entries), len(self._kernels)
         try:
             with self._unrecorded():
-                given = bound(func, args, kwargs)
-                rows = given["query"]
-                padded, lengths = torch.ops.aten.to_padded_tensor.default(rows, 0.0), rows._nested_tensor_size()[:, 0]
-                masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths.to(padded.device)[:, None]
-                self._callers.note(self._asking)
-                self._note(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
-                given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
-                code = _code_of(func, padded.device.type)
-                if code is None:
-                    raise NotOpenedError(f"torch has no code for {padded.device.type}")
-                steps = self._record_code(code, *given.values())[0]
-                self._callers.note(self._asking)
-                self._note(LINK, [note(steps)], {"kernel": known.name}, result, kind="copy")
-                pairs = [
-                    (padded_row[: len(row)], row) for padded_row, row in zip(steps, result[0].unbind(), strict=True)
-                ]
-                apart = max((max_difference(padded_row, row) for padded_row, row in pairs), default=0.0)
-            reason = f"shown on padded rows; differs by {apart:.1e} from the run on rows of different lengths"
+                steps = self._record_padded(operator, func, args, kwargs, result)
+                difference = _difference_of_rows(steps, result[0])
+            reason = f"shown on padded rows; differs by {difference:.1e} from the run on rows of different lengths"
             self._kernels[place] = replace(self._kernels[place], opened=True, note=reason)
         except Exception as error:  # whatever the steps raise, the run goes on
-            del self._entries[start[0] :], self._kernels[start[1] :]
+            del self._entries[num_entries:], self._kernels[num_kernels:]
             self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-            self._note(known, [note(value) for value in args], {}, result)
+            self._note(operator, [self._tensors.note(value) for value in args], {}, result)
         return result
 
-    def _run_leaf(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+    def _record_padded(self, operator: About, func: Any, args: Any, kwargs: Any, result: Any) -> Tensor:
+        """Record a kernel's code on padded rows, with a link to its result, and return the padded result."""
+        note = self._tensors.note
+        arguments = bound(func, args, kwargs)
+        rows = arguments["query"]
+        padded = torch.ops.aten.to_padded_tensor.default(rows, 0.0)
+        lengths = rows._nested_tensor_size()[:, 0].to(padded.device)
+        masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
+        self._callers.note(self._asking)
+        self._note(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
+        arguments |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
+        code = _code_of(func, padded.device.type)
+        if code is None:
+            raise NotOpenedError(f"torch has no code for {padded.device.type}")
+        steps: Tensor = self._record_code(code, *arguments.values())[0]
+        self._callers.note(self._asking)
+        self._note(LINK, [note(steps)], {"kernel": operator.name}, result, kind="copy")
+        return steps
+
+    def _run_leaf(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel as it is, note what its steps will need later, and return its result."""
         note = self._tensors.note
         # Tensors that are kept only while there is room may be gone when the kernel is opened.
         is_kept = self._tensors.keep and self._tensors.room is None and not self._tensors.keeps_tables
-        noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
+        noted = [note(value) for value in args]
+        named = {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
         results = result if isinstance(result, tuple) else (result,)
@@ -201,7 +214,7 @@ class XRay(Recorder):
                 opening = _Opening(place, func, shapes_only, sight, call.dropout > 0, check)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-        self._note(known, noted, named, result, opening=opening)
+        self._note(operator, noted, named, result, opening=opening)
         return result
 
     def _sight_of_call(self, call: KernelCall, results: Sequence[Tensor]) -> Sight | None:
@@ -222,9 +235,9 @@ class XRay(Recorder):
         sights: list[Sight | None] = []
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
-            step, known = func(*args, **kwargs), about(func)
-            if known.weighs:
-                sights.append(self._sight_of(known, args, step))
+            step, operator = func(*args, **kwargs), about(func)
+            if operator.weighs:
+                sights.append(self._sight_of(operator, args, step))
             return step
 
         call.steps(do)
@@ -233,27 +246,30 @@ class XRay(Recorder):
     def _later(self, few: KernelCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
         """Return a function that compares a few rows after the run, without a reference to the run's tensors."""
         if isinstance(few, PartCall) or few.key.nbytes + few.value.nbytes > _COPIED:
-            return partial(lambda rounding: rounding, _judged(few, rows))
-        put = self._shelf.put
-        copied = {name: put(part) for name in OPERANDS if (part := getattr(few, name)) is not None}
-        result = put(rows[0])
+            rounding = _judged(few, rows)
+            return lambda: rounding
+        copies: list[Callable[[], Any]] = []
+        for name in OPERANDS:
+            operand = getattr(few, name)
+            copies.append(_nothing if operand is None else self._shelf.put(operand))
+        result = self._shelf.put(rows[0])
         settings = few[len(OPERANDS) :]
 
         def check() -> Rounding:
-            operands: list[Any] = [copied[name]() if name in copied else None for name in OPERANDS]
+            operands = [copied() for copied in copies]
             return _judged(AttentionCall(*operands, *settings), (result(),))
 
         return check
 
-    def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_out(self, operator: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `bmm.out(a, b, out=c)`, record it as `bmm(a, b)` with the result c, and return that."""
-        written = self._about_to_write(known, args, kwargs)
+        written = self._about_to_write(operator, args, kwargs)
         note = self._tensors.note
         noted = [note(value) for value in args]
         rest = {name: note(value) for name, value in kwargs.items() if name != "out"}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
-        plain = replace(known, name=known.name.removesuffix("out") + "default")
+        plain = replace(operator, name=operator.name.removesuffix("out") + "default")
         self._note(plain, noted, rest, result, written, kind="compute")
         return result
 
@@ -279,52 +295,58 @@ class XRay(Recorder):
         _, args, kwargs, results, _, _, number, *_ = entry
         is_kept = self._tensors.keep and all(is_with_tensor(look) for look in results)
         computed = is_kept and not opening.shapes_only
-        kind = None if any(map(is_with_tensor, looks_in([args, kwargs]))) else _kind_of_call(entry, opening)
-        if kind not in self._recorded_steps:
+        has_tensors = any(map(is_with_tensor, looks_in([args, kwargs])))
+        kind = None if has_tensors else _kind_of_call(entry, opening)
+        call, steps = None, None
+        if kind in self._recorded_steps:
+            self._repeat_steps(self._recorded_steps[kind], entry, opening)
+        else:
             start = len(self._ops)
             call, steps = self._record_steps(entry, opening, computed=computed)
             if kind is not None:
                 operands = tuple(map(self._tensors.read, looks_in([args, kwargs])))
                 self._recorded_steps[kind] = RecordedSteps(tuple(self._ops[start:]), operands)
-        else:
-            self._repeat_steps(self._recorded_steps[kind], entry, opening)
         self._callers.whole.add(number)
         if opening.drops:
             reason = "not compared: the kernel applies dropout, and its steps do not"
             return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
         check = opening.check
         whole: list[Any] = [look[6] for look in results] if is_kept else []
-        if is_kept and _is_comparable(whole[0]):
-            few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
-            check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
-        return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
+        if call is not None and whole and _is_comparable(whole[0]):
+            check = _check_of_kept(call, whole, opening.place + 1, steps if computed else None)
+        changes = {"shapes_only": opening.shapes_only}
+        return changes if check is None else changes | _checked(check)
 
     def _record_steps(
         self, entry: Entry, opening: _Opening, *, computed: bool
     ) -> tuple[KernelCall, tuple[Tensor, ...]]:
         """Run the steps of a kernel, with numbers if `computed`, and add them; return the call, and the last steps."""
         tensors, keep = self._tensors, self._tensors.keep
-        known, args, kwargs, results, _, site, number, place, *_ = entry
+        operator, args, kwargs, results, _, site, number, place, *_ = entry
         call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
         note = tensors.note
 
-        def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
-            noted, named = [note(arg) for arg in args], {name: note(arg) for name, arg in kwargs.items()}
-            self._add((known, noted, named, outputs, None, site, number, place, kind, sight, None))
+        def add(operator: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
+            noted = [note(arg) for arg in args]
+            named = {name: note(arg) for name, arg in kwargs.items()}
+            self._add((operator, noted, named, outputs, None, site, number, place, kind, sight, None))
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
             step = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
-            looks = [tensors.look(tensor, False) for tensor in ((step,) if isinstance(step, Tensor) else step)]
-            known = about(func)
-            weighs = known.weighs and (self._sight_of(known, args, step) if computed else opening.sight)
-            add(known, args, kwargs, looks, None, weighs or None)
+            outputs = (step,) if isinstance(step, Tensor) else step
+            looks = [tensors.look(tensor, False) for tensor in outputs]
+            operator = about(func)
+            sight: Sight | None = None
+            if operator.weighs:
+                sight = self._sight_of(operator, args, step) if computed else opening.sight
+            add(operator, args, kwargs, looks, None, sight)
             return step
 
         tensors.keep = computed
         try:
             steps = call.steps(do, described=not computed)
             for last, outputs in zip(steps, _of_links(results, len(steps)), strict=True):
-                add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
+                add(LINK, (last,), {"kernel": operator.name}, outputs, "copy", None)
         finally:
             tensors.keep = keep
         return call, steps
@@ -358,7 +380,9 @@ def _given(tensors: Tensors, value: Any) -> Any:
         return tensors.stand_in(value)
     if isinstance(value, list):
         return [_given(tensors, part) for part in value]
-    return {name: _given(tensors, part) for name, part in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _given(tensors, part) for name, part in value.items()}
+    return value
 
 
 # -- a kernel beside its steps ----------------------------------------------------------------------------------------
@@ -387,15 +411,39 @@ class _Shelf:
         return get
 
 
+def _nothing() -> None:
+    """Return None, as a copy of an operand that a call does not have."""
+
+
+def _difference_of_rows(padded: Tensor, rows: Tensor) -> float:
+    """Return the largest difference of rows of different lengths, `batch (row) feature`, from padded ones."""
+    largest = 0.0
+    for padded_row, row in zip(padded, rows.unbind(), strict=True):
+        largest = max(largest, max_difference(padded_row[: len(row)], row))
+    return largest
+
+
+def _check_of_kept(
+    call: KernelCall, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None
+) -> Callable[[], Rounding]:
+    """Return a function that compares kept results with the steps; with a few rows if the steps have no numbers."""
+    few, rows = call.of_few(results, turn, steps)
+    difference = None if steps is None else max(map(max_difference, results, steps))
+    return partial(_judged, few, rows, difference)
+
+
 def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None = None) -> Rounding:
     """Return a difference judged by the rounding error of the steps; by default that of the results from the steps.
 
     The steps are computed again, in the dtype of the results: a fault in the recorded steps is not rounding.
     """
-    steps, exact = few.steps(compute, results[0].dtype), few.steps(compute, torch.float64)
-    difference = max(map(max_difference, results, steps)) if difference is None else difference
+    steps = few.steps(compute, results[0].dtype)
+    exact = few.steps(compute, torch.float64)
+    if difference is None:
+        difference = max(map(max_difference, results, steps))
     if steps[0].dtype == torch.float64:
-        return Rounding.of(difference, max(map(rounding_error, few.steps(compute, torch.float32), exact)) * STEP)
+        coarse = few.steps(compute, torch.float32)
+        return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * STEP)
     return Rounding.of(difference, max(map(_error, steps, exact)))
 
 
@@ -442,8 +490,9 @@ def _code_of(func: Any, device: str, kind: str = "") -> Callable[..., Any] | Non
         return code
     name = kind + device.upper()
     key = getattr(_Key, name, None)
-    known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
-    return partial(func._op_dk, key) if known else None
+    if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name):
+        return None
+    return partial(func._op_dk, key)
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from .. import text
 from ..reports.check import CheckReport, Finding, SkippedCheck
 from ..reports.common import LayersReport
-from .page import Column, Page, Paragraph, Section, Verbatim, facts, section, table
+from .page import Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import grouped, layer_page
 
 _MORE = "A pipe, e.g. | less, shows who sees whom."
@@ -24,40 +24,65 @@ def findings_sections(findings: Sequence[Finding]) -> Iterator[Section]:
     The sentence of a single finding is the verdict above it, and is not repeated.
     """
     number = 0
+    tone: Tone
     for finding in findings:
-        number += finding.sure
-        title = f"{number}. {finding.check}" if finding.sure else f"may be: {finding.check}"
-        sentence = Paragraph(finding.sentence, "bad" if finding.sure else "warn")
-        yield _finding(finding, title, [sentence] if len(findings) > 1 else [])
+        if finding.sure:
+            number += 1
+            title, tone = f"{number}. {finding.check}", "bad"
+        else:
+            title, tone = f"may be: {finding.check}", "warn"
+        is_verdict = len(findings) == 1
+        sentence = [] if is_verdict else [Paragraph(finding.sentence, tone)]
+        yield _finding(finding, title, sentence)
 
 
 def _sections(report: CheckReport) -> Iterator[Section]:
-    declared = ", ".join(f"{name} {value}" for name, value in report.intent.items()) or "nothing"
-    yield section("check", detail=f"{text.plural(report.runs, 'run')}; declared: {declared}")
+    declared = [f"{name} {value}" for name, value in report.intent.items()]
+    runs = text.plural(report.runs, "run")
+    yield section("check", detail=f"{runs}; declared: {', '.join(declared) or 'nothing'}")
     yield from findings_sections(report.findings)
-    said = [(fact.name, fact.sentence) for fact in report.facts] + [("note", note) for note in report.notes]
-    if said:
-        yield section("", facts(*said))
-    pictures = [fact.picture for fact in report.facts if len(set("".join(fact.picture))) > 1]
-    if pictures:  # if all are alike the sentence says it
-        yield section("", *(Verbatim(picture, "query × key") for picture in pictures), more=_MORE)
-    passed = [("passed", ", ".join(held.check for held in report.held))] if report.held else []
-    skipped = [("skipped", _skipped(report.left_out))] if report.left_out else []
-    if passed or skipped:
-        yield section("", facts(*passed, *skipped))
+    lines = [(fact.name, fact.sentence) for fact in report.facts]
+    lines += [("note", note) for note in report.notes]
+    if lines:
+        yield section("", facts(*lines))
+    pictures = [Verbatim(fact.picture, "query × key") for fact in report.facts if _has_two_signs(fact.picture)]
+    if pictures:
+        yield section("", *pictures, more=_MORE)
+    checks = []
+    if report.held:
+        checks.append(("passed", ", ".join(passed.check for passed in report.held)))
+    if report.left_out:
+        checks.append(("skipped", _skipped(report.left_out)))
+    if checks:
+        yield section("", facts(*checks))
+
+
+def _has_two_signs(picture: Sequence[str]) -> bool:
+    """Return whether a picture shows anything: if all of its signs are alike, the sentence says it."""
+    return len(set("".join(picture))) > 1
 
 
 def _skipped(checks: Sequence[SkippedCheck]) -> str:
     """Return skipped checks grouped by reason: `causal, window (declare them), rotary (none here)`."""
-    groups = grouped(checks, lambda skipped: skipped._brief or skipped.reason)
-    return ", ".join(f"{', '.join(s.check for s in group)} ({group[0]._brief or group[0].reason})" for group in groups)
+    groups = []
+    for group in grouped(checks, _reason):
+        names = ", ".join(skipped.check for skipped in group)
+        groups.append(f"{names} ({_reason(group[0])})")
+    return ", ".join(groups)
+
+
+def _reason(skipped: SkippedCheck) -> str:
+    return skipped._brief or skipped.reason
 
 
 def _finding(finding: Finding, title: str, sentence: Sequence[Paragraph]) -> Section:
-    where = ", ".join(filter(None, (finding.source, finding.module)))
-    more = [("fix", finding.fix)] if finding.fix else []
-    more += [("to settle it", finding.confirm)] if finding.confirm else []
-    return section(title, *sentence, facts(("evidence", finding.evidence), *more), detail=where)
+    lines = [("evidence", finding.evidence)]
+    if finding.fix:
+        lines.append(("fix", finding.fix))
+    if finding.confirm:
+        lines.append(("to settle it", finding.confirm))
+    place = ", ".join(filter(None, (finding.source, finding.module)))
+    return section(title, *sentence, facts(*lines), detail=place)
 
 
 def layers_page(report: LayersReport) -> Page:
@@ -72,12 +97,14 @@ def layers_page(report: LayersReport) -> Page:
     ]
     blocks = []
     for layer in report.layers:
-        said = [("heads", layer.split), ("parameters", layer.formula), ("source", layer.source)]
+        lines = facts(("heads", layer.split), ("parameters", layer.formula), ("source", layer.source))
         arguments = [] if several else [table(layer.arguments, columns)]
-        blocks.append(section(layer.name, Paragraph(layer.summary), facts(*said), *arguments))
-    way = "mha-inspect layers NAME lists the arguments of a layer for --set."
-    if not several:
-        way = f"e.g. mha-inspect trace {report.layers[0].name} --set {report.layers[0].arguments[0].name}=VALUE"
+        blocks.append(section(layer.name, Paragraph(layer.summary), lines, *arguments))
+    if several:
+        way = "mha-inspect layers NAME lists the arguments of a layer for --set."
+    else:
+        layer = report.layers[0]
+        way = f"e.g. mha-inspect trace {layer.name} --set {layer.arguments[0].name}=VALUE"
     return Page(
         "layers",
         f"{text.plural(len(report.layers), 'way')} to write attention, for --layer and for diff",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -11,6 +12,7 @@ from ..reports.compare_heads import (
     CompareHeadsReport,
     Focus,
     HeadCount,
+    HeadFocus,
     HeadsFocus,
     HeadTime,
     HeadTraining,
@@ -18,7 +20,7 @@ from ..reports.compare_heads import (
     Timing,
     Training,
 )
-from .page import Cell, Column, Page, Paragraph, Section, facts, section, table
+from .page import Cell, Column, Page, Paragraph, Section, Table, facts, section, table
 from .parts import (
     MEASURED,
     answered,
@@ -45,28 +47,11 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
-    floors = {count.noise_floor for count in report.counts}
-    size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
-    floor = f"{size} ({MEASURED[report.measured_against]})"
-    noise = (
-        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference over "
-        f"{floor}, a power of ten. Above 10, the difference is too large to be rounding."
-    )
-    detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
-    columns = [
-        _HEADS,
-        Column("head_dim", lambda count: count.head_dim, "right"),
-        Column("parameters", lambda count: f"{count.numel:,}", "right", drop=3),
-        Column("same parameters", lambda c: Cell("yes") if c.same_parameters else Cell("no", "warn"), drop=4),
-        Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
-        *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
-        Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
-    ]
-    yield section("head counts", table(report.counts, columns), detail=detail)
-    yield section("", Paragraph(noise), more="")
+    yield _head_counts(report)
+    yield section("", Paragraph(_noise(report)), more="")
     yield _stages(report)
-    reasons = tuple(_reasons([count for count in report.counts if count.num_heads != report.baseline]))
-    yield section("why", facts(("each head", _OWN_SOFTMAX), *reasons))
+    compared = [count for count in report.counts if count.num_heads != report.baseline]
+    yield section("why", facts(("each head", _OWN_SOFTMAX), *_reasons(compared)))
     if report.training is not None:
         yield _training(report.training, report.baseline)
     if report.focus is not None:
@@ -74,35 +59,77 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     if report.timing is not None:
         yield _timing(report.timing)
     yield answered(report.answer)
-    ways = {
-        "--steps 1 compares a first gradient, --steps 100 trains them": report.training,
-        "--focus shows what each head looks at": report.focus,
-        "--time measures speed": report.timing,
-    }
-    ways_left = [way for way, answer in ways.items() if answer is None]
-    if ways_left:
-        yield section("", Paragraph(f"Next: {'; '.join(ways_left)}.", "muted"), more="")
+    options = [*_options_left(report)]
+    if options:
+        yield section("", Paragraph(f"Next: {'; '.join(options)}.", "muted"), more="")
+
+
+def _head_counts(report: CompareHeadsReport) -> Section:
+    """Return the table of head counts: sizes, and the difference of the output from that of the baseline."""
+
+    def is_baseline(count: HeadCount) -> bool:
+        return count.num_heads == report.baseline
+
+    columns = [
+        _HEADS,
+        Column("head_dim", lambda count: count.head_dim, "right"),
+        Column("parameters", lambda count: f"{count.numel:,}", "right", drop=3),
+        Column("same parameters", _has_same_parameters, drop=4),
+        Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
+        *difference_columns("relative difference", (0, 2), is_baseline),
+        Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
+    ]
+    detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
+    return section("head counts", table(report.counts, columns), detail=detail)
+
+
+def _has_same_parameters(count: HeadCount) -> Cell:
+    return Cell("yes") if count.same_parameters else Cell("no", "warn")
+
+
+def _noise(report: CompareHeadsReport) -> str:
+    """Return the meaning of the columns of the difference."""
+    floors = {count.noise_floor for count in report.counts}
+    size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
+    return (
+        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference over "
+        f"{size} ({MEASURED[report.measured_against]}), a power of ten. Above 10, the difference is too large to be "
+        "rounding."
+    )
+
+
+def _options_left(report: CompareHeadsReport) -> Iterator[str]:
+    """Yield the options that were not given, and what each of them shows."""
+    if report.training is None:
+        yield "--steps 1 compares a first gradient, --steps 100 trains them"
+    if report.focus is None:
+        yield "--focus shows what each head looks at"
+    if report.timing is None:
+        yield "--time measures speed"
 
 
 def _stages(report: CompareHeadsReport) -> Section:
     """Return the table of stages by head counts, in canonical axes."""
-
-    def shape(place: int, stage: StageShapes) -> Cell:
-        sizes = stage.shapes[place]
-        return Cell("-", "muted") if sizes is None else shape_cell(sizes, stage.axes)
-
     columns = [
         Column("stage", lambda stage: stage.name, tone="strong"),
         Column("axes", lambda stage: stage.axes, tone="axes", drop=1),
-        *(
-            Column(text.plural(count.num_heads, "head"), partial(shape, place), tone="shape")
-            for place, count in enumerate(report.counts)
-        ),
-        Column("all", lambda stage: Cell("same", "muted") if stage.same else Cell(""), optional=True),
     ]
+    for place, count in enumerate(report.counts):
+        columns.append(Column(text.plural(count.num_heads, "head"), partial(_shape, place=place), tone="shape"))
+    columns.append(Column("all", _sameness, optional=True))
     more = "A pipe, e.g. | less, shows the stages by head count."
     detail = "shapes in the same axes for every head count"
     return section("stages", table(report.stages, columns), detail=detail, more=more)
+
+
+def _sameness(stage: StageShapes) -> Cell:
+    return Cell("same", "muted") if stage.same else Cell("")
+
+
+def _shape(stage: StageShapes, place: int) -> Cell:
+    """Return the shape of a stage for the head count in that place; a dash where it has no such stage."""
+    sizes = stage.shapes[place]
+    return Cell("-", "muted") if sizes is None else shape_cell(sizes, stage.axes)
 
 
 def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
@@ -110,26 +137,42 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
 
     `2, 4 heads`: `scores differ: 2 heads use 6 features each, 4 use 3; 1 head uses all 12.`
     """
-    for group in grouped(counts, lambda count: count._pieces[::3] if count._pieces else count.reason):
-        heads = f"{', '.join(str(count.num_heads) for count in group)} head" + "s" * (
-            [count.num_heads for count in group] != [1]
-        )
-        start, sizes, _, end = group[0]._pieces or (group[0].reason, "", "", "")
-        others = "".join(f", {count._pieces[2]}" for count in group[1:] if count._pieces and count._pieces[2])
-        yield heads, f"{start}{sizes}{others}{end}"
+    for group in grouped(counts, _reason_without_sizes):
+        numbers = [count.num_heads for count in group]
+        heads = f"{', '.join(map(str, numbers))} {'head' if numbers == [1] else 'heads'}"
+        first = group[0]
+        if not first._pieces:
+            yield heads, first.reason
+            continue
+        start, sizes, _, end = first._pieces
+        for count in group[1:]:
+            sizes_of_next = count._pieces[2] if count._pieces else ""
+            sizes += f", {sizes_of_next}" if sizes_of_next else ""
+        yield heads, f"{start}{sizes}{end}"
 
 
-def _apart(name: str, count: HeadTraining) -> str:
+def _reason_without_sizes(count: HeadCount) -> object:
+    """Return the beginning and the end of the reason, between which its sizes stand; the whole without sizes."""
+    if not count._pieces:
+        return count.reason
+    start, _, _, end = count._pieces
+    return start, end
+
+
+def _apart(count: HeadTraining, name: str) -> str:
     """Return the relative difference of a part's change: a number, `from 0`, or `rounding`.
 
     A dash where this head count has no such part.
     """
-    part = next((part for part in count.parts if part.part == name), None)
-    if part is None:
-        return "-"
-    if part.verdict == "differs" and part.relative_difference == inf:
-        return "from 0"
-    return "rounding" if part.verdict == "same" and part.max_abs_difference else number(part.relative_difference)
+    for part in count.parts:
+        if part.part != name:
+            continue
+        if part.verdict == "differs" and part.relative_difference == inf:
+            return "from 0"
+        if part.verdict == "same" and part.max_abs_difference:
+            return "rounding"
+        return number(part.relative_difference)
+    return "-"
 
 
 def _training(training: Training, baseline: int) -> Section:
@@ -144,52 +187,74 @@ def _training(training: Training, baseline: int) -> Section:
         verdict_column(lambda count: count.num_heads == baseline),
     ]
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
-    others = [count for count in training.counts if count.num_heads != baseline]
-    names = dict.fromkeys(part.part for count in others for part in count.parts)
-    # Where the page is narrow, the last counts go first.
-    by_part = [
-        Column(text.plural(count.num_heads, "head"), partial(_apart, count=count), "right", drop=place)
-        for place, count in enumerate(others)
-    ]
     return section(
         "training",
         table(training.counts, columns),
-        table(list(names), [Column("change relative to the baseline's", str, tone="strong"), *by_part]),
+        _changes(training, baseline),
         Paragraph(training.answer),
         Paragraph(_NO_RANKING, "muted"),
         detail=detail,
     )
 
 
-def _focus(focus: Focus) -> Section:
-    def attention(count: HeadsFocus) -> str:
-        return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
+def _changes(training: Training, baseline: int) -> Table:
+    """Return how the change of each part, W_q or b_q, differs from that of the baseline, by head count."""
+    compared = [count for count in training.counts if count.num_heads != baseline]
+    names = dict.fromkeys(part.part for count in compared for part in count.parts)
+    columns = [Column("change relative to the baseline's", str, tone="strong")]
+    for place, count in enumerate(compared):
+        # Where the page is narrow, the last counts go first.
+        columns.append(Column(text.plural(count.num_heads, "head"), partial(_apart, count), "right", drop=place))
+    return table(list(names), columns)
 
+
+@dataclass(frozen=True)
+class _Head:
+    """One head of a head count, and what it looks at."""
+
+    count: HeadsFocus
+    focus: HeadFocus
+
+    @property
+    def attention(self) -> str:
+        """The number of its attention, and its module: `2 decoder.self_attn`."""
+        return "" if self.count.attention is None else f"{self.count.attention} {self.count.module}".rstrip()
+
+
+def _focus(focus: Focus) -> Section:
     columns = [
-        Column("num_heads", lambda row: row[0].num_heads, "right", "strong"),
-        Column("attention", lambda row: attention(row[0]), optional=True),
-        Column("head", lambda row: row[1].head, "right"),
-        Column("most attended key", lambda row: row[1].most_attended_key, "right"),
-        Column("share", lambda row: text.percent(row[1].share), "right"),
-        Column("effective keys", lambda row: text.statistic(row[1].effective_keys), "right"),
-        Column("distance", lambda row: text.statistic(row[1].distance), "right"),
+        Column("num_heads", lambda row: row.count.num_heads, "right", "strong"),
+        Column("attention", lambda row: row.attention, optional=True),
+        Column("head", lambda row: row.focus.head, "right"),
+        Column("most attended key", lambda row: row.focus.most_attended_key, "right"),
+        Column("share", lambda row: text.percent(row.focus.share), "right"),
+        Column("effective keys", lambda row: text.statistic(row.focus.effective_keys), "right"),
+        Column("distance", lambda row: text.statistic(row.focus.distance), "right"),
     ]
     detail = "averaged over batch and queries; effective keys: how many share the weight (exp of its entropy)"
-    rows = [(count, head) for count in focus.counts for head in count.by_head]
+    rows: list[_Head] = []
+    for count in focus.counts:
+        rows += [_Head(count, head) for head in count.by_head]
     return section("focus", table(rows, columns), Paragraph(focus.answer), detail=detail)
 
 
 def _timing(timing: Timing) -> Section:
-    def flops(name: str, count: HeadTime) -> str:
-        return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))
-
-    names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
     columns = [
         _HEADS,
         Column("median", lambda count: f"{text.small(count.median_ms)} ms", "right"),
-        Column("middle half of runs", lambda c: f"{text.small(c.low_ms)} to {text.small(c.high_ms)} ms", "right"),
+        Column("middle half of runs", _middle_half, "right"),
         Column("runs", lambda count: count.runs, "right", drop=20),
-        *(Column(name, partial(flops, name), "right", drop=place) for place, name in enumerate(names, 1)),
     ]
+    names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
+    for place, name in enumerate(names, 1):
+        columns.append(Column(name, partial(_flops, name=name), "right", drop=place))
     detail = f"forward only, {text.plural(timing.threads, 'thread')}; FLOPs of each stage's matrix products"
     return section("time", table(timing.counts, columns), Paragraph(timing.answer), detail=detail)
+
+
+def _middle_half(count: HeadTime) -> str:
+    return f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms"
+
+
+def _flops(count: HeadTime, name: str) -> str:
+    return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))

@@ -18,6 +18,7 @@ from ..reports.diff import (
     StageSide,
     TensorPair,
 )
+from ..reports.params import StoredName
 from .page import Block, Cell, Column, Page, Section, Table, Tone, facts, section, table
 from .parts import MEASURED, answered, difference_columns, folded, notes, number, shape_cell, sizes
 
@@ -25,43 +26,73 @@ from .parts import MEASURED, answered, difference_columns, folded, notes, number
 def diff_page(report: DiffReport) -> Page:
     """Return the page: how each side is run, one row per stage, the first difference, and the answer."""
     left, right = report.left, report.right
-    environments = [side.environment for side in (left, right)]
-    made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
-    made_with.append(" and ".join(dict.fromkeys(e.dtype for e in environments)))
-    made_with += [f"seed {left.environment.seed}", f"torch {left.environment.torch}"]
+    devices = dict.fromkeys((left.environment.device, right.environment.device))
+    dtypes = dict.fromkeys((left.environment.dtype, right.environment.dtype))
+    made_with = [
+        " and ".join(devices),
+        " and ".join(dtypes),
+        f"seed {left.environment.seed}",
+        f"torch {left.environment.torch}",
+    ]
     # What is the left side's alone stands in its label: here it would read as that of both.
     spec = {name: value for name, value in left.layer.spec.items() if name not in left.settings}
-    heading = f"layer {left.label} against {right.label}", sizes(replace(left.layer, spec=spec)), ", ".join(made_with)
-    return Page(*heading, tuple(_sections(report)))
+    return Page(
+        title=f"layer {left.label} against {right.label}",
+        detail=sizes(replace(left.layer, spec=spec)),
+        subtitle=", ".join(made_with),
+        sections=tuple(_sections(report)),
+    )
 
 
 def _sections(report: DiffReport) -> Iterator[Section]:
     yield section("how PyTorch runs them", facts(("left", _run(report.left)), ("right", _run(report.right))))
-    left_out = (("not copied", reason) for reason in report.weights.left_out)
+    left_out = [("not copied", reason) for reason in report.weights.left_out]
     yield section("", facts(("weights", report.weights.sentence), *left_out))
-    floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
-    measured = [getattr(report, side).measured_against for side in report.noise.sides]
-    against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
-    against = "estimated from that of float32" if report.noise.dtype == "float64" else against
-    blocks: list[Block] = []
-    for rows in [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)] or [()]:
-        blocks.append(_stages(rows))
-        if noted := [(row.name, row.note) for row in rows if row.note]:
-            blocks.append(facts(*noted))
-    comparable = report.output.verdict is not None  # else the weights are unrelated, and the answer says so
-    measured_by = f"in the same axes; rounding error: {floor}, {against}"
-    yield section("stages", *blocks, detail=measured_by if comparable else "not compared: the weights are unrelated")
-    if comparable:
-        yield section("first stage that differs", facts(*_parting(report)))
+    # Without a verdict on the output the weights are unrelated, and the answer says so.
+    is_comparable = report.output.verdict is not None
+    detail = _measured(report) if is_comparable else "not compared: the weights are unrelated"
+    yield section("stages", *_stages_of_attentions(report.stages), detail=detail)
+    if is_comparable:
+        yield section("first stage that differs", facts(*_first_difference(report)))
+    yield section("output of the plain forward", _output(report))
+    yield section("", *notes(report.notes))
+    yield answered(report.answer)
+
+
+def _measured(report: DiffReport) -> str:
+    """Return the unit of the differences, and how it was measured."""
+    noise = report.noise
+    measured = [getattr(report, side).measured_against for side in noise.sides]
+    if noise.dtype == "float64":
+        against = "estimated from that of float32"
+    elif "half a digit" in measured:
+        against = MEASURED["half a digit"]
+    else:
+        against = MEASURED["float64"]
+    sides = " and ".join(noise.sides)
+    return f"in the same axes; rounding error: rounding of {noise.dtype} ({sides}), {against}"
+
+
+def _stages_of_attentions(stages: Sequence[StageRow]) -> Iterator[Block]:
+    """Yield a table of stages for each attention, an empty one if there is no stage, and under it the notes."""
+    if not stages:
+        yield _stages(())
+    for _, group in groupby(stages, lambda row: row.attention):
+        rows = tuple(group)
+        yield _stages(rows)
+        noted = [(row.name, row.note) for row in rows if row.note]
+        if noted:
+            yield facts(*noted)
+
+
+def _output(report: DiffReport) -> Table:
     columns = [
         Column("output", lambda output: "output", tone="strong"),
         Column("left", lambda output: shape_cell(report.left.output_shape, ""), tone="shape"),
         Column("right", lambda output: shape_cell(report.right.output_shape, ""), tone="shape"),
         *difference_columns("relative", (2, 3)),
     ]
-    yield section("output of the plain forward", table([report.output], columns))
-    yield section("", *notes(report.notes))
-    yield answered(report.answer)
+    return table([report.output], columns)
 
 
 def _run(side: DiffSide) -> str:
@@ -69,55 +100,76 @@ def _run(side: DiffSide) -> str:
     if side.path.reason:
         parts.append(f"not the fast path: {side.path.reason}")
     if side.rounding_error is not None:
-        exact = side.measured_against == "float64"
         error = text.small(side.rounding_error)
-        parts.append(
-            f"differs from float64 by at most {error}" if exact else f"rounded by {error}, {MEASURED['half a digit']}"
-        )
+        if side.measured_against == "float64":
+            parts.append(f"differs from float64 by at most {error}")
+        else:
+            parts.append(f"rounded by {error}, {MEASURED['half a digit']}")
     return "; ".join(parts)
 
 
 def _stages(rows: tuple[StageRow, ...]) -> Table:
-    def shape(side: StageSide | None) -> Cell:
-        if side is None:
-            return Cell("none", "muted")
-        shape = replace(shape_cell(side.shape, side.axes), mark="*" * side.opened)
-        return shape if side.count == 1 else replace(shape, text=f"{side.count} × {shape.text}", axes="")
-
-    def axes(side: StageSide | None) -> str:
-        return "" if side is None else side.axes
-
-    opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
-    place = rows[0].attention if rows else None
+    attention = rows[0].attention if rows else None
     columns = [
-        Column("stage" if place is None else f"attention {place}", lambda row: row.name, tone="strong"),
-        Column("left", lambda row: shape(row.left), tone="shape"),
-        Column("left axes", lambda row: axes(row.left), tone="axes", wide=True, drop=5),
-        Column("right", lambda row: shape(row.right), tone="shape"),
-        Column("right axes", lambda row: axes(row.right), tone="axes", wide=True, drop=4),
+        Column("stage" if attention is None else f"attention {attention}", lambda row: row.name, tone="strong"),
+        Column("left", lambda row: _shape(row.left), tone="shape"),
+        Column("left axes", lambda row: _axes(row.left), tone="axes", wide=True, drop=5),
+        Column("right", lambda row: _shape(row.right), tone="shape"),
+        Column("right axes", lambda row: _axes(row.right), tone="axes", wide=True, drop=4),
         *difference_columns("relative", (2, 3)),
     ]
-    return table(rows, columns, legend="* inside a fused kernel, opened" if opened else "")
+    is_opened = any(_is_opened(row.left) or _is_opened(row.right) for row in rows)
+    return table(rows, columns, legend="* inside a fused kernel, opened" if is_opened else "")
 
 
-def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
-    # Of several attentions each has a stage of this name: the first that differs is meant.
-    first = report.first_differing_stage
-    row = next((row for row in report.stages if row.name == first and row.verdict == "differs"), None)
+def _shape(side: StageSide | None) -> Cell:
+    """Return the shape of a stage; where several tensors are the stage, their number before it: `8 × [1, 12, 64]`."""
+    if side is None:
+        return Cell("none", "muted")
+    mark = "*" if side.opened else ""
+    if side.count == 1:
+        return replace(shape_cell(side.shape, side.axes), mark=mark)
+    return Cell(f"{side.count} × {text.shape(side.shape)}", "shape", mark=mark)
+
+
+def _axes(side: StageSide | None) -> str:
+    return "" if side is None else side.axes
+
+
+def _is_opened(side: StageSide | None) -> bool:
+    return side is not None and side.opened
+
+
+def _first_difference(report: DiffReport) -> Iterator[tuple[str, str]]:
+    """Yield the first stage that differs, how far, and the operation of each side."""
+    row = _first_differing_row(report)
     if row is None:
-        compared = any(row.verdict for row in report.stages)
-        yield "stage", f"none: {'every shared stage is the same' if compared else 'the sides share no stage'}"
+        is_any_compared = any(row.verdict for row in report.stages)
+        yield "stage", "none: every shared stage is the same" if is_any_compared else "none: the sides share no stage"
         return
-    if row.times_noise is None:
-        distance = "different sizes"
-    elif row.max_abs_difference is not None and isinf(row.max_abs_difference):
-        distance = "not finite on one side"
-    else:
-        distance = f"{text.multiple(row.times_noise)} times the rounding error"
-    yield "stage", f"{row.name}, {distance}" + (f", in attention {row.attention}" if row.attention else "")
+    stage = f"{row.name}, {_distance(row)}"
+    if row.attention:
+        stage += f", in attention {row.attention}"
+    yield "stage", stage
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
             yield name, "given" if side.op is None else f"{side.op.name} at {side.op.source}"
+
+
+def _first_differing_row(report: DiffReport) -> StageRow | None:
+    """Return the stage, of the first attention in which it differs: several attentions have one of this name."""
+    for row in report.stages:
+        if row.name == report.first_differing_stage and row.verdict == "differs":
+            return row
+    return None
+
+
+def _distance(row: StageRow) -> str:
+    if row.times_noise is None:
+        return "different sizes"
+    if row.max_abs_difference is not None and isinf(row.max_abs_difference):
+        return "not finite on one side"
+    return f"{text.multiple(row.times_noise)} times the rounding error"
 
 
 # -- two checkpoints ---------------------------------------------------------------------------------------------------
@@ -133,70 +185,98 @@ def diff_checkpoints_page(report: CheckpointDiffReport) -> Page:
 
 
 def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
-    def sizes(side: CheckpointSide) -> str:
-        numbers = f"{text.plural(side.tensors, 'tensor')}, {side.numel:,} numbers, {text.byte_size(side.nbytes)}"
-        return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
-
-    shape = Column("shape", lambda tensor: text.shape(tensor.shape), tone="shape")
-    yield section("files", facts(("left", sizes(report.left)), ("right", sizes(report.right))))
+    sides = facts(("left", _size_of_file(report.left)), ("right", _size_of_file(report.right)))
+    yield section("files", sides)
     if report.tensors:
         yield section("tensors", _tensors(report.tensors))
-    for where, names in (("left", report.only_left), ("right", report.only_right)):
-        if names:
-            columns = [Column("name", lambda tensor: tensor.name, tone="strong"), shape]
-            yield section(f"only in the {where}", table(folded(names, "name"), columns))
+    if report.only_left:
+        yield section("only in the left", _unpaired(report.only_left))
+    if report.only_right:
+        yield section("only in the right", _unpaired(report.only_right))
     if report.parts:
         yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
     yield section("", *notes(report.notes))
     yield answered(report.answer)
 
 
+def _size_of_file(side: CheckpointSide) -> str:
+    numbers = f"{text.plural(side.tensors, 'tensor')}, {side.numel:,} numbers, {text.byte_size(side.nbytes)}"
+    return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
+
+
+def _unpaired(tensors: Sequence[StoredName]) -> Table:
+    columns = [
+        Column("name", lambda tensor: tensor.name, tone="strong"),
+        Column("shape", lambda tensor: text.shape(tensor.shape), tone="shape"),
+    ]
+    return table(folded(tensors, "name"), columns)
+
+
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows. Equal tensors that repeat from layer to layer share a row."""
-
-    def both(title: str, tone: Tone, of: Callable[[TensorPair], tuple[str, str]], wrap: int = 0) -> Iterator[Column]:
-        """Yield the column of the left side, and under it that of the right, filled where they differ."""
-        yield Column(title, lambda pair: of(pair)[0], tone=tone, wrap=wrap)
-        right = Column(f"right {title}", lambda pair: of(pair)[1] if len({*of(pair)}) > 1 else "", wrap=wrap)
-        yield replace(right, tone=tone, into=title, optional=True)
-
     columns = [
-        *both("name", "strong", lambda pair: (pair.name, pair.other), 24),
-        *both("shape", "shape", lambda pair: (text.shape(pair.left_shape), text.shape(pair.right_shape))),
-        *both("dtype", "muted", lambda pair: (pair.left_dtype, pair.right_dtype)),
+        *_both("name", lambda pair: (pair.name, pair.other), tone="strong", wrap=24),
+        *_both("shape", lambda pair: (text.shape(pair.left_shape), text.shape(pair.right_shape)), tone="shape"),
+        *_both("dtype", lambda pair: (pair.left_dtype, pair.right_dtype), tone="muted"),
         Column("largest difference", lambda pair: number(pair.max_abs_difference), "right", drop=2, optional=True),
         Column("relative", lambda pair: number(pair.relative_difference), "right", drop=1, optional=True),
         Column("verdict", _verdict),
         Column("note", lambda pair: pair.note, optional=True, wrap=16),
     ]
-
-    def largest(numbers: Sequence[float | None]) -> float | None:
-        return max(number or 0 for number in numbers) or None
-
-    merged = {"max_abs_difference": largest, "relative_difference": largest}
+    merged = {"max_abs_difference": _largest, "relative_difference": _largest}
     rows = folded(pairs, "name", "other", merged=merged, apart=lambda pair: pair.verdict == "differs")
     return table(rows, columns)
 
 
+def _both(title: str, sides: Callable[[TensorPair], tuple[str, str]], *, tone: Tone, wrap: int = 0) -> Iterator[Column]:
+    """Yield the column of the left side, and under it that of the right, filled where they differ."""
+
+    def left(pair: TensorPair) -> str:
+        return sides(pair)[0]
+
+    def right(pair: TensorPair) -> str:
+        left, right = sides(pair)
+        return "" if left == right else right
+
+    yield Column(title, left, tone=tone, wrap=wrap)
+    yield Column(f"right {title}", right, tone=tone, wrap=wrap, into=title, optional=True)
+
+
+def _largest(differences: Sequence[float | None]) -> float | None:
+    """Return the largest difference; None if none was measured, or all are 0."""
+    return max(difference or 0 for difference in differences) or None
+
+
+_TONE_OF_PAIR: dict[str, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
+
+
 def _verdict(pair: TensorPair | PartPair) -> Cell:
-    tones: dict[str, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
-    return Cell(pair.verdict, tones.get(pair.verdict, "good"))
+    return Cell(pair.verdict, _TONE_OF_PAIR.get(pair.verdict, "good"))
+
+
+_WHOLE_FILE = "the whole file"
+"""The name of the outermost module."""
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    def changes(pair: PartPair) -> str:
-        numbers = pair.differences
-        order = sorted(range(len(numbers)), key=lambda head: -numbers[head])
-        return ", ".join(f"{head}: {text.small(numbers[head])}" for head in order[:_MOST] if numbers[head])
-
-    def right(pair: PartPair) -> str:
-        return "" if pair.left == pair.right else pair.right or "the whole file"
-
     columns = [
-        Column("module", lambda pair: pair.left or "the whole file", tone="strong"),
-        Column("right module", right, into="module", optional=True),
+        Column("module", lambda pair: pair.left or _WHOLE_FILE, tone="strong"),
+        Column("right module", _right_module, into="module", optional=True),
         Column("part", lambda pair: pair.part),
         Column("verdict", _verdict),
-        Column("heads that changed most", changes, into="module", optional=True, wrap=20),
+        Column("heads that changed most", _most_changed, into="module", optional=True, wrap=20),
     ]
     return table(folded(parts, "left", "right"), columns)
+
+
+def _right_module(pair: PartPair) -> str:
+    """Return the module on the right if it has another name; else empty."""
+    return "" if pair.left == pair.right else pair.right or _WHOLE_FILE
+
+
+def _most_changed(pair: PartPair) -> str:
+    """Return the heads that changed most, the first ones first: `3: 0.5, 0: 0.01`."""
+    differences = pair.differences
+    heads = sorted(range(len(differences)), key=lambda head: -differences[head])
+    changed = [head for head in heads[:_MOST] if differences[head]]
+    return ", ".join(f"{head}: {text.small(differences[head])}" for head in changed)

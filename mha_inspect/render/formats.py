@@ -61,7 +61,8 @@ def page_of(report: Report) -> Page:
     """Return the page of a report."""
     name = report.command.replace("-", "_")
     module = import_module(f".{_MODULES.get(report.command, name)}", __package__)
-    page: Page = getattr(module, f"{name}_page")(report)
+    make_page = getattr(module, f"{name}_page")
+    page: Page = make_page(report)
     return replace(page, verdict=verdict_of(report))
 
 
@@ -72,12 +73,12 @@ def page_of(report: Report) -> Page:
 def _plain(page: Page) -> Iterator[str]:
     if page.verdict is not None:
         yield page.verdict.text
-    yield f"{page.title}: {page.detail}" if page.detail else page.title
+    yield _titled(page.title, page.detail)
     yield page.subtitle
     for section in page.sections:
         yield ""
         if section.title:
-            yield f"{section.title}: {section.detail}" if section.detail else section.title
+            yield _titled(section.title, section.detail)
         previous: Block | None = None
         for block in section.blocks:
             if previous is not None and apart(previous, block):
@@ -86,24 +87,41 @@ def _plain(page: Page) -> Iterator[str]:
             previous = block
 
 
+def _titled(title: str, detail: str) -> str:
+    return f"{title}: {detail}" if detail else title
+
+
 def _lines(block: Block) -> Iterator[str]:
     if isinstance(block, Table):
-        lines = [[c.title for c in block.columns], *([cell.full or "-" for cell in row] for row in block.rows)]
-        yield from _aligned(lines, [column.align == "right" for column in block.columns])
-        if legend := block.explained():
-            yield legend
+        yield from _table(block)
     elif isinstance(block, Facts):
         yield from _aligned(block.items, (False, False))
     elif isinstance(block, Paragraph):
         yield block.text
     else:
-        yield "  ".join(part for part in (block.title, block.shape, block.axes) if part)
+        yield "  ".join(filter(None, (block.title, block.shape, block.axes)))
         yield from block.lines
 
 
+def _table(table: Table) -> Iterator[str]:
+    """Yield the titles, the rows and the legend."""
+    lines = [[column.title for column in table.columns]]
+    for row in table.rows:
+        lines.append([cell.full or "-" for cell in row])
+    yield from _aligned(lines, [column.align == "right" for column in table.columns])
+    legend = table.explained()
+    if legend:
+        yield legend
+
+
 def _aligned(lines: Sequence[Sequence[str]], rights: Sequence[bool]) -> Iterator[str]:
-    widths = [max(map(cells, column)) for column in zip(*lines, strict=True)]
+    """Yield a line for each row, whose fields are as wide as their columns; `rights` are aligned to the right."""
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(cells, column)))
     for line in lines:
-        spaces = [" " * (width - cells(field)) for field, width in zip(line, widths, strict=True)]
-        fields = zip(line, spaces, rights, strict=True)
-        yield "  ".join(gap + field if is_right else field + gap for field, gap, is_right in fields)
+        fields = []
+        for field, width, is_right in zip(line, widths, rights, strict=True):
+            gap = " " * (width - cells(field))
+            fields.append(gap + field if is_right else field + gap)
+        yield "  ".join(fields)

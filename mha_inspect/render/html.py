@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 
-from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, by_axis
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Table, Tone, by_axis
 
 _COLOURS = {name.upper(): f"var(--{name})" for name in ("red", "green", "magenta", "cyan", "blue")}
 """Colours of a whole page: page.html sets them for light and for dark."""
@@ -43,57 +43,96 @@ def with_pre(page: str, text: str) -> str:
 
 
 def _page(page: Page) -> str:
-    lines = [] if page.verdict is None else [*_block(page.verdict)]
-    lines += [_titled("h1", page.title, page.detail), _element("p", escape(page.subtitle), "muted")]
+    lines: list[str] = []
+    if page.verdict is not None:
+        lines += _block(page.verdict)
+    lines.append(_titled("h1", page.title, page.detail))
+    lines.append(_element("p", escape(page.subtitle), "muted"))
     for section in page.sections:
-        titles = [_titled("h2", section.title, section.detail)] if section.title else []
-        blocks = (line for block in section.blocks for line in _block(block))
-        lines += ["<section>", *titles, *blocks, "</section>"]
+        lines.append("<section>")
+        if section.title:
+            lines.append(_titled("h2", section.title, section.detail))
+        for block in section.blocks:
+            lines += _block(block)
+        lines.append("</section>")
     return "\n".join(lines)
 
 
 def _titled(tag: str, title: str, detail: str) -> str:
-    return _element(tag, escape(title) + (_element("span", escape(detail)) if detail else ""))
+    content = escape(title)
+    if detail:
+        content += _element("span", escape(detail))
+    return _element(tag, content)
 
 
 def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Table):
         yield from _table(block)
     elif isinstance(block, Facts):
-        items = (_element("dt", escape(label)) + _element("dd", escape(t), block.tone) for label, t in block.items)
-        yield _element("dl", "".join(items))
+        yield _facts(block)
     elif isinstance(block, Paragraph):
         yield _element("p", escape(block.text), block.tone)
     else:
-        shape, axes = _coloured(block.shape, "shape", block.axes), _coloured(block.axes, "axes", "")
+        shape = _coloured(block.shape, "shape", block.axes)
+        axes = _coloured(block.axes, "axes", "")
+        lines = "\n".join(block.lines)
         yield f"<h3>{escape(block.title)} <span>{shape} {axes}</span></h3>"
-        yield f'<div class="scroll"><pre>{escape(chr(10).join(block.lines))}</pre></div>'
+        yield f'<div class="scroll"><pre>{escape(lines)}</pre></div>'
+
+
+def _facts(facts: Facts) -> str:
+    content = ""
+    for label, text in facts.items:
+        content += _element("dt", escape(label)) + _element("dd", escape(text), facts.tone)
+    return _element("dl", content)
 
 
 def _table(table: Table) -> Iterator[str]:
-    names = [f"{'right ' * (c.align == 'right')}{'wrap ' * bool(c.wrap and c.tone != 'axes')}" for c in table.columns]
-    tones = [column.tone for column in table.columns]
-    heads = [_element("th", escape(c.title), n, ' scope="col"') for c, n in zip(table.columns, names, strict=True)]
-    rows = [f"<tr>{''.join(map(_field, row, tones, names))}</tr>" for row in table.rows]
-    body, foot = (rows[:-1], rows[-1:]) if table.total else (rows, [])
-    yield f'<div class="scroll"><table>\n<thead><tr>{"".join(heads)}</tr></thead>'
-    yield "\n".join(["<tbody>", *body, "</tbody>"] + (["<tfoot>", *foot, "</tfoot>"] if foot else []))
+    classes = [_classes(column) for column in table.columns]
+    heads = ""
+    for column, names in zip(table.columns, classes, strict=True):
+        heads += _element("th", escape(column.title), names, ' scope="col"')
+    rows = []
+    for row in table.rows:
+        fields = map(_field, row, table.columns, classes)
+        rows.append(f"<tr>{''.join(fields)}</tr>")
+    yield f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>'
+    if table.total and rows:
+        yield "\n".join(["<tbody>", *rows[:-1], "</tbody>", "<tfoot>", rows[-1], "</tfoot>"])
+    else:
+        yield "\n".join(["<tbody>", *rows, "</tbody>"])
     yield "</table></div>"
-    if legend := table.explained():
+    legend = table.explained()
+    if legend:
         yield _element("p", escape(legend), "muted")
 
 
-def _field(cell: Cell, usual: Tone, names: str) -> str:
-    tone = cell.tone or usual
-    mark = f"{_element('span', escape(cell.mark), 'muted')}" if cell.mark else ""
-    return _element("td", _coloured(cell.text, tone, cell.axes) + mark, f"{names}{tone}")
+def _classes(column: Column) -> str:
+    """Return how a column is set: `right`, `wrap`, with a space after each."""
+    names = ""
+    if column.align == "right":
+        names += "right "
+    if column.wrap and column.tone != "axes":
+        names += "wrap "
+    return names
+
+
+def _field(cell: Cell, column: Column, classes: str) -> str:
+    tone = cell.tone or column.tone
+    content = _coloured(cell.text, tone, cell.axes)
+    if cell.mark:
+        content += _element("span", escape(cell.mark), "muted")
+    return _element("td", content, f"{classes}{tone}")
 
 
 def _coloured(text: str, tone: Tone, axes: str) -> str:
-    pieces = by_axis(text, tone, axes)
-    return "".join(_element("span", escape(t), f"axis-{axis}") if axis else escape(t) for t, axis in pieces)
+    content = ""
+    for piece, axis in by_axis(text, tone, axes):
+        content += _element("span", escape(piece), f"axis-{axis}") if axis else escape(piece)
+    return content
 
 
 def _element(tag: str, content: str, names: str = "", settings: str = "") -> str:
+    """Return an element with its classes, `names`, and other settings: ` scope="col"`."""
     classes = f' class="{names.strip()}"' if names.strip() else ""
     return f"<{tag}{classes}{settings}>{content}</{tag}>"

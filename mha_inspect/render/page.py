@@ -80,8 +80,12 @@ class Table:
 
     def explained(self, places: Iterable[int] | None = None) -> str:
         """Return the legend and the explanations of the columns at these places, by default of all; may be empty."""
-        columns = self.columns if places is None else [self.columns[place] for place in places]
-        return "; ".join(filter(None, (self.legend, *(column.legend for column in columns))))
+        if places is None:
+            places = range(len(self.columns))
+        legends = [self.legend]
+        for place in places:
+            legends.append(self.columns[place].legend)
+        return "; ".join(filter(None, legends))
 
 
 @dataclass(frozen=True)
@@ -149,27 +153,37 @@ def _cleaned(value: Any, longest: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cleaned(item, longest) for item in value)
     if is_dataclass(value):
+        fields = vars(value)
         longest = LONGEST if isinstance(value, (Cell, Column)) else 4 * LONGEST
-        vars(value).update({name: _cleaned(item, longest) for name, item in vars(value).items() if item})
+        for name, item in fields.items():
+            if item:
+                fields[name] = _cleaned(item, longest)
     return value
 
 
 def table(items: Iterable[Any], columns: Sequence[Column], *, legend: str = "", total: bool = False) -> Table:
     """Return a table with a row for each item, without optional columns that are empty."""
     items = list(items)
-    filled = [(column, _cells(items, column)) for column in columns]
-    shown = [(column, cells) for column, cells in filled if not column.optional or any(cell.text for cell in cells)]
-    rows = zip(*(cells for _, cells in shown), strict=True)
-    return Table(tuple(column for column, _ in shown), tuple(rows), legend, total)
+    shown, fields = [], []
+    for column in columns:
+        cells = _cells(items, column)
+        if not column.optional or any(cell.text for cell in cells):
+            shown.append(column)
+            fields.append(cells)
+    rows = zip(*fields, strict=True)
+    return Table(tuple(shown), tuple(rows), legend, total)
 
 
 def _cells(items: Iterable[Any], column: Column) -> list[Cell]:
-    values = map(column.of, items)
-    cells = [value if isinstance(value, Cell) else Cell(str(value)) for value in values]
-    if column.after is None:
-        return cells
-    before = [Cell(column.after), *cells]
-    return [Cell("") if cell == last else cell for cell, last in zip(cells, before, strict=False)]
+    """Return the fields of a column; where only differences are shown, those like the field above are empty."""
+    cells: list[Cell] = []
+    above = None if column.after is None else Cell(column.after)
+    for value in map(column.of, items):
+        cell = value if isinstance(value, Cell) else Cell(str(value))
+        cells.append(Cell("") if cell == above else cell)
+        if column.after is not None:
+            above = cell
+    return cells
 
 
 def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
@@ -192,13 +206,26 @@ AXES = ("heads", "kv_heads", "query", "key", "head_dim")
 
 
 def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
-    """Yield axes, or a shape with known axes, as pieces of text, each with its axis; empty for other text."""
-    pieces = list(re.finditer({"axes": r"\w+", "shape": r"\d+"}.get(tone, "(?!)"), content))
-    names = [piece[0] for piece in pieces] if tone == "axes" else re.findall(r"\([^)]*\)|\S+", axes)
+    """Yield axes, or a shape with known axes, as pieces of text, each with its axis; empty for other text.
+
+    `[2, 12]` of `heads query` is `[`, `2` of heads, `, `, `12` of query, `]`.
+    """
     done = 0
-    for name, piece in zip(names, pieces, strict=True) if len(names) == len(pieces) else ():
+    for piece, name in _pieces(content, tone, axes):
         if name in AXES:
             yield content[done : piece.start()], ""
             yield piece[0], name
             done = piece.end()
     yield content[done:], ""
+
+
+def _pieces(content: str, tone: Tone, axes: str) -> list[tuple[re.Match[str], str]]:
+    """Return the names in axes, or the sizes in a shape, each with its axis; none if the shape has other axes."""
+    if tone == "axes":
+        return [(name, name[0]) for name in re.finditer(r"\w+", content)]
+    if tone == "shape":
+        sizes = [*re.finditer(r"\d+", content)]
+        names = re.findall(r"\([^)]*\)|\S+", axes)
+        if len(sizes) == len(names):
+            return [*zip(sizes, names, strict=True)]
+    return []

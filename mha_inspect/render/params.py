@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from .. import text
 from ..reports.params import (
@@ -15,9 +15,9 @@ from ..reports.params import (
     Parameter,
     ParametersTotal,
     ParamsReport,
-    StoredName,
+    StoredAttention,
 )
-from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times
 
 
@@ -30,37 +30,48 @@ def params_page(report: ParamsReport) -> Page:
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters, total = report.parameters, report.total
     if report.stored_attentions:
-        like = report.like
-        by = "the names of their tensors" if like is None or not like.called else f"a run of {like.module}"
-        columns = [
-            Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
-            Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
-            Column("num_kv_heads", lambda attention: attention.num_kv_heads or "?", "right"),
-            Column("head_dim", lambda attention: attention.head_dim or "?", "right"),
-            Column("heads that fit", lambda attention: ", ".join(map(str, attention.fits)), wrap=24, optional=True),
-        ]
-        attentions = folded(report.stored_attentions, "module", merged={"parameters": lambda parts: ()})
-        yield section("attentions", table(attentions, columns), detail=f"read from {by}")
+        yield _stored_attentions(report.stored_attentions, report.like)
     if report.like is not None:
         yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
-    formula = []
-    if total.formula_numel is not None:
-        is_right = total.formula_numel == total.numel
-        wrong = f"but {total.numel:,} were counted: a bug in mha-inspect"
-        said = f"{total.formula} = {total.formula_numel:,}, {'as counted' if is_right else wrong}"
-        formula = [facts(("formula", said), tone="good" if is_right else "bad")]
-    yield section("parameters", _parameters(parameters, total), *formula, *contents(parameters))
+    yield section("parameters", _parameters(parameters, total), *_formula(total), *contents(parameters))
     if report.buffers:
         yield section("buffers", _buffers(report.buffers), detail="no parameters, left out of the total")
-    if any(p.heads is not None for p in parameters):
+    if any(parameter.heads is not None for parameter in parameters):
         yield _per_head(parameters)
     changes = [facts(("what changes", report.changes))] if report.changes else []
-    if report.side_by_side is not None:
-        yield section("by head count", _side_by_side(report.side_by_side), *changes)
-    else:
+    if report.side_by_side is None:
         yield section("", *changes)
+    else:
+        yield section("by head count", _side_by_side(report.side_by_side), *changes)
     yield section("", *notes(report.notes))
     yield ranks_section(report.ranks)
+
+
+def _stored_attentions(attentions: Sequence[StoredAttention], like: LikeModule | None) -> Section:
+    """Return the attentions of a checkpoint; attentions that repeat from layer to layer are one row."""
+    columns = [
+        Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
+        Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
+        Column("num_kv_heads", lambda attention: attention.num_kv_heads or "?", "right"),
+        Column("head_dim", lambda attention: attention.head_dim or "?", "right"),
+        Column("heads that fit", lambda attention: ", ".join(map(str, attention.fits)), wrap=24, optional=True),
+    ]
+    evidence = "the names of their tensors"
+    if like is not None and like.called:
+        evidence = f"a run of {like.module}"
+    rows = folded(attentions, "module", merged={"parameters": lambda parts: ()})
+    return section("attentions", table(rows, columns), detail=f"read from {evidence}")
+
+
+def _formula(total: ParametersTotal) -> Iterator[Facts]:
+    """Yield the closed formula of a layer from options, and whether it gives the counted number."""
+    if total.formula_numel is None:
+        return
+    formula = f"{total.formula} = {total.formula_numel:,}"
+    if total.formula_numel == total.numel:
+        yield facts(("formula", f"{formula}, as counted"), tone="good")
+    else:
+        yield facts(("formula", f"{formula}, but {total.numel:,} were counted: a bug in mha-inspect"), tone="bad")
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:
@@ -72,34 +83,51 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         "transposed": like.transposed,
     }
     fits = [f"{like.matching} with the same name and shape"]
-    fits += [f"{len(tensors)} {what}" for what, tensors in counts.items() if tensors]
+    fits += [f"{len(tensors)} {misfit}" for misfit, tensors in counts.items() if tensors]
     yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
-        inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield facts(("names", f"Names in {inside} begin with {like.prefix.lstrip('-')}, names in {outside} do not."))
-    pieces = [(_misfit("missing", tensor), tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
-    pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
-    for tensor in like.wrong_shape:
-        pieces.append(
-            (_misfit("wrong shape", tensor), tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
-        )
-    for tensor in like.transposed:
-        pieces.append(("transposed", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
-    if pieces:
+        yield facts(("names", _prefixed(like)))
+    misfits = [*_misfits(like)]
+    if misfits:
         columns = [
-            Column("what", lambda group: group[0][0]),
-            Column("name", lambda group: times([name for _, name, *_ in group]), tone="strong"),
-            Column("in the file", lambda group: group[0][2]),
-            Column(f"in {like.module}", lambda group: group[0][3]),
+            Column("what", lambda misfit: misfit.kind),
+            Column("name", lambda misfit: misfit.name, tone="strong"),
+            Column("in the file", lambda misfit: misfit.in_file),
+            Column(f"in {like.module}", lambda misfit: misfit.in_module),
         ]
-        yield table(grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:])), columns)
+        yield table(folded(misfits, "name"), columns)
 
 
-def _misfit(what: str, tensor: StoredName) -> str:
-    """Return how a tensor of the module does not fit, and whether it is a buffer: `missing buffer`."""
-    if not tensor.buffer:
-        return what
-    return "missing buffer" if what == "missing" else f"{what} (buffer)"
+def _prefixed(like: LikeModule) -> str:
+    """Return which side has a prefix before its names. One with a minus is that of the module."""
+    if like.prefix.startswith("-"):
+        longer, shorter = like.module, "the file"
+    else:
+        longer, shorter = "the file", like.module
+    return f"Names in {longer} begin with {like.prefix.lstrip('-')}, names in {shorter} do not."
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """A tensor that does not fit, with its shape on each side; empty where it is missing."""
+
+    kind: str
+    name: str
+    in_file: str
+    in_module: str
+
+
+def _misfits(like: LikeModule) -> Iterator[_Misfit]:
+    for tensor in like.missing:
+        kind = "missing buffer" if tensor.buffer else "missing"
+        yield _Misfit(kind, tensor.name, "", text.shape(tensor.shape))
+    for tensor in like.unexpected:
+        yield _Misfit("unexpected", tensor.name, text.shape(tensor.shape), "")
+    for tensor in like.wrong_shape:
+        kind = "wrong shape (buffer)" if tensor.buffer else "wrong shape"
+        yield _Misfit(kind, tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
+    for tensor in like.transposed:
+        yield _Misfit("transposed", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
 
 
 @dataclass(frozen=True)
@@ -135,29 +163,45 @@ def _row(parameter: Parameter) -> _Row:
 
 def _use(row: _Row) -> str:
     """Return the role and the other names: `Embedding; tied to head.weight`."""
-    tied = f"tied to {row.tied}" if row.tied else ""
-    return "; ".join(filter(None, (row.role, tied)))
+    if not row.tied:
+        return row.role
+    tied = f"tied to {row.tied}"
+    return f"{row.role}; {tied}" if row.role else tied
 
 
 def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:
     """Return the table of parameters; parameters that differ only in the numbers of their names are one row."""
     rows = folded(map(_row, parameters), "name", "tied", merged={"numel": sum, "nbytes": sum, "share": sum})
-    sum_of_all = _Row("total", "", "", (), "", None, "", total.numel, total.nbytes, 0.0)
+    last = _Row(
+        name="total",
+        role="",
+        tied="",
+        shape=(),
+        axes="",
+        whole=None,
+        dtype="",
+        numel=total.numel,
+        nbytes=total.nbytes,
+        share=0.0,
+    )
 
-    def unless_total(of: Any) -> Any:
-        return lambda p: "" if p is sum_of_all else of(p)
+    def shape(row: _Row) -> Cell:
+        return Cell("") if row is last else shape_cell(row.shape, row.axes, row.whole)
+
+    def share(row: _Row) -> str:
+        return "" if row is last else text.percent(row.share)
 
     columns = [
-        Column("name", lambda p: p.name, tone="strong"),
-        Column("shape", unless_total(lambda p: shape_cell(p.shape, p.axes, p.whole)), tone="shape"),
+        Column("name", lambda row: row.name, tone="strong"),
+        Column("shape", shape, tone="shape"),
         AXES,
-        Column("dtype", lambda p: p.dtype, tone="muted", drop=3),
-        Column("count", lambda p: f"{p.numel:,}", "right"),
-        Column("bytes", lambda p: text.byte_size(p.nbytes), "right", "muted", drop=2),
-        Column("share", unless_total(lambda p: text.percent(p.share)), "right", "muted", drop=1),
+        Column("dtype", lambda row: row.dtype, tone="muted", drop=3),
+        Column("count", lambda row: f"{row.numel:,}", "right"),
+        Column("bytes", lambda row: text.byte_size(row.nbytes), "right", "muted", drop=2),
+        Column("share", share, "right", "muted", drop=1),
         Column("role", _use, wrap=24, into="axes"),
     ]
-    return table([*rows, sum_of_all], columns, total=True)
+    return table([*rows, last], columns, total=True)
 
 
 def _buffers(buffers: Sequence[Buffer]) -> Table:
@@ -172,88 +216,150 @@ def _buffers(buffers: Sequence[Buffer]) -> Table:
     return table(folded(buffers, "name", merged={"numel": sum, "nbytes": sum}), columns)
 
 
+@dataclass(frozen=True)
+class _HeadRow:
+    """The rows and columns of a head in a part of a parameter, or of several heads as a formula."""
+
+    parameter: str
+    part: str
+    heads: str
+    """A number, or a range: `0–7`."""
+    rows: str
+    columns: str
+
+
 def _per_head(parameters: Sequence[Parameter]) -> Section:
     """Return a table with one row per head. In a model with several attentions, a row is a part with all its heads."""
-    pieces = [(p.name, piece) for p in parameters for piece in p.heads or ()]
-    parts = grouped(pieces, lambda named: (named[0], named[1].part))
+    parts: list[tuple[Parameter, list[HeadSlice]]] = []
+    for parameter in parameters:
+        of_parts = grouped(parameter.heads or (), lambda piece: piece.part)
+        parts += [(parameter, pieces) for pieces in of_parts]
     if not parts:
         return section("by head", Paragraph("No parameter has a part that belongs to one head only."))
-    is_model = len(parts) > len({piece.part for _, piece in pieces})
-    lines = [
-        (part[0][0], part[0][1].part, *line)
-        for part in parts
-        for line in _by_head([piece for _, piece in part], is_model=is_model)
-    ]
+    is_model = len(parts) > len({pieces[0].part for _, pieces in parts})
+    rows: list[_HeadRow] = []
+    for parameter, pieces in parts:
+        in_steps = _in_steps_of_heads(parameter, pieces) if is_model else None
+        rows += _by_head(parameter, pieces) if in_steps is None else [in_steps]
     columns = [
-        Column("parameter", lambda group: times([line[0] for line in group])),
-        Column("part", lambda group: group[0][1], tone="strong"),
-        Column("head", lambda group: group[0][2], "right"),
-        Column("rows", lambda group: group[0][3], "right"),
-        Column("columns", lambda group: group[0][4], "right", optional=True),
+        Column("parameter", lambda row: row.parameter),
+        Column("part", lambda row: row.part, tone="strong"),
+        Column("head", lambda row: row.heads, "right"),
+        Column("rows", lambda row: row.rows, "right"),
+        Column("columns", lambda row: row.columns, "right", optional=True),
     ]
-    groups = grouped(lines, lambda line: (alike(line[0]) if is_model else line[0], *line[1:]))
-    detail = "ranges include both ends" + (", h is the head" if is_model else "")
-    return section("by head", table(groups, columns), detail=detail)
+    detail = "ranges include both ends, h is the head" if is_model else "ranges include both ends"
+    return section("by head", table(folded(rows, "parameter"), columns), detail=detail)
 
 
-def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, str, str]]:
-    """Return one row per head. In a model, heads at even steps share a row: `64h to 64h+63`."""
+def _by_head(parameter: Parameter, pieces: Iterable[HeadSlice]) -> Iterator[_HeadRow]:
+    for piece in pieces:
+        columns = "" if piece.columns is None else text.span(piece.columns)
+        yield _HeadRow(parameter.name, piece.part, str(piece.head), text.span(piece.rows), columns)
+
+
+def _in_steps_of_heads(parameter: Parameter, pieces: Sequence[HeadSlice]) -> _HeadRow | None:
+    """Return one row of several heads at even steps, `64h to 64h+63`; None for one head, or uneven steps."""
+    if len(pieces) < 2:
+        return None
     rows = _in_steps([(piece.head, piece.rows) for piece in pieces])
     columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
-    if is_model and len(pieces) > 1 and rows is not None and columns is not None:
-        return [(text.spans(piece.head for piece in pieces), rows, columns)]
-    bounds = ((piece, "" if piece.columns is None else text.span(piece.columns)) for piece in pieces)
-    return [(str(piece.head), text.span(piece.rows), columns) for piece, columns in bounds]
+    if rows is None or columns is None:
+        return None
+    heads = text.spans(piece.head for piece in pieces)
+    return _HeadRow(parameter.name, pieces[0].part, heads, rows, columns)
 
 
 def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
-    """Return the bounds of head h as a formula; empty without bounds, None if the steps are uneven."""
+    """Return the bounds of each head as a formula of h; empty without bounds, None if the steps are uneven."""
     if not bounds:
         return ""
-    (first, (start, stop)), (last, (end, _)) = bounds[0], bounds[-1]
-    step = (end - start) // (last - first) if last != first else 0
-    begin, width = start - step * first, stop - start
-    if any(bound != (begin + step * head, begin + step * head + width) for head, bound in bounds):
-        return None
-    if not step:
-        return text.span((begin, begin + width))
-    ends = [f"{step}h+{offset}" if offset else f"{step}h" for offset in dict.fromkeys((begin, begin + width - 1))]
-    return " to ".join(ends)
+    first, (start, stop) = bounds[0]
+    last, (start_of_last, _) = bounds[-1]
+    step = (start_of_last - start) // (last - first) if last != first else 0
+    width = stop - start
+    origin = start - step * first
+    for head, bound in bounds:
+        begin = origin + step * head
+        if bound != (begin, begin + width):
+            return None
+    if step == 0:
+        return text.span((origin, origin + width))
+    begins = _times_head(step, origin)
+    return begins if width == 1 else f"{begins} to {_times_head(step, origin + width - 1)}"
+
+
+def _times_head(step: int, offset: int) -> str:
+    """Return an index as a formula of the head: `64h`, `64h+63`."""
+    return f"{step}h+{offset}" if offset else f"{step}h"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What one quantity is for each head count."""
+
+    title: str
+    values: tuple[str, ...]
+
+    def cell(self, place: int) -> Cell:
+        """Return the field of a head count, strong if the quantity depends on it."""
+        differs = len(set(self.values)) > 1
+        return Cell(self.values[place], "strong" if differs else "muted")
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     """Return a table with one column per head count. Values that differ between columns are strong."""
-    lines: list[tuple[str, list[str]]] = [
-        ("head_dim", [str(c.head_dim) for c in counts]),
-        ("parameters", [f"{c.numel:,}" for c in counts]),
+    lines = [
+        _Line("head_dim", tuple(str(count.head_dim) for count in counts)),
+        _Line("parameters", tuple(f"{count.numel:,}" for count in counts)),
     ]
-    for name in dict.fromkeys(name for c in counts for name in c.shapes):
-        lines.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
-        slices = [{piece.part: piece for piece in c.first_head.get(name, ())} for c in counts]
-        for part in dict.fromkeys(part for parts in slices for part in parts):
-            owned = _owned([parts.get(part) for parts in slices], [c.shapes.get(name, ()) for c in counts])
-            lines.append((f"head 0 of {part}", owned))
-
-    def column(place: int) -> Column:
-        def cell(line: tuple[str, list[str]]) -> Cell:
-            return Cell(line[1][place], "strong" if len(set(line[1])) > 1 else "muted")
-
+    names = dict.fromkeys(name for count in counts for name in count.shapes)
+    for name in names:
+        shapes = [text.shape(count.shapes[name]) if name in count.shapes else "" for count in counts]
+        lines += [_Line(name, tuple(shapes)), *_first_heads(name, counts)]
+    columns = [Column("num_heads", lambda line: line.title)]
+    for place, count in enumerate(counts):
         # Where the page is narrow, the last counts go first.
-        return Column(str(counts[place].num_heads), cell, "right", drop=place)
+        columns.append(Column(str(count.num_heads), partial(_Line.cell, place=place), "right", drop=place))
+    return table(lines, columns)
 
-    return table(lines, [Column("num_heads", lambda line: line[0]), *map(column, range(len(counts)))])
+
+def _first_heads(name: str, counts: Sequence[HeadCountColumn]) -> Iterator[_Line]:
+    """Yield a line for each part of a parameter: the slice of head 0 for each head count."""
+    parts: dict[str, None] = {}
+    for count in counts:
+        parts |= dict.fromkeys(piece.part for piece in count.first_head.get(name, ()))
+    for part in parts:
+        pieces = [_first_head(count, name, part) for count in counts]
+        dimensions = _split_dimensions(pieces, [count.shapes.get(name, ()) for count in counts])
+        values = ["" if piece is None else _bounds(piece, dimensions) for piece in pieces]
+        yield _Line(f"head 0 of {part}", tuple(values))
 
 
-def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return the slice of head 0 for each head count, along the dimension that changes: `rows 0–255`."""
-    both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
-    by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
-    by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
+def _first_head(count: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
+    """Return the slice of head 0 in a part of a parameter, the last if there are several; None if there is none."""
+    for piece in reversed(count.first_head.get(name, ())):
+        if piece.part == part:
+            return piece
+    return None
 
-    def owned(piece: HeadSlice) -> str:
-        rows = text.span(piece.rows)
-        if piece.columns is None:
-            return f"elements {rows}"
-        return ", ".join([f"rows {rows}"] * by_rows + [f"columns {text.span(piece.columns)}"] * by_columns)
 
-    return ["" if piece is None else owned(piece) for piece in pieces]
+def _split_dimensions(pieces: Iterable[HeadSlice | None], shapes: Iterable[tuple[int, ...]]) -> list[str]:
+    """Return `rows`, `columns` or both: where head 0 has a part only, for some head count; rows if it never has."""
+    split = set()
+    for piece, shape in zip(pieces, shapes, strict=True):
+        if piece is None:
+            continue
+        if piece.rows != (0, shape[0]):
+            split.add("rows")
+        if piece.columns not in (None, (0, shape[-1])):
+            split.add("columns")
+    return sorted(split, reverse=True) or ["rows"]
+
+
+def _bounds(piece: HeadSlice, dimensions: Iterable[str]) -> str:
+    """Return the bounds of a slice in these dimensions: `rows 0–255`, or `elements 0–255` of a vector."""
+    if piece.columns is None:
+        return f"elements {text.span(piece.rows)}"
+    bounds = {"rows": text.span(piece.rows), "columns": text.span(piece.columns)}
+    return ", ".join(f"{dimension} {bounds[dimension]}" for dimension in dimensions)

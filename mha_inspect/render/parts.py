@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isnan
 from typing import Any, TypeVar
 
@@ -30,8 +31,10 @@ def sizes(layer: LayerInfo) -> str:
     parts = [f"{name} {layer.spec[name]}" for name in SIZES if layer.spec.get(name) is not None]
     for name, value in layer.spec.items():
         # Dtype and seed stand on the next line, with what the numbers were made with.
+        if name in (*SIZES, "dtype", "seed"):
+            continue
         is_usual = value is None or value == SETTINGS_AS_USUAL.get(name, False)
-        if not is_usual and name not in (*SIZES, "dtype", "seed"):
+        if not is_usual:
             parts.append(name if value is True else f"{name} {value}")
     return ", ".join(parts)
 
@@ -39,16 +42,21 @@ def sizes(layer: LayerInfo) -> str:
 def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section], title: str = "") -> Page:
     """Return a page with the usual heading: the layer with its sizes, device, dtype, seed and torch version."""
     # A module without parameters and inputs has no dtype, and a file is read without torch.
-    seed = "" if environment.seed is None else f"seed {environment.seed}"
-    version = environment.torch and f"torch {environment.torch}"
-    made_with = ", ".join(filter(None, (environment.device, environment.dtype, seed, version)))
-    return Page(title or f"layer {layer.name}", sizes(layer), made_with, tuple(sections))
+    made_with = [environment.device, environment.dtype]
+    if environment.seed is not None:
+        made_with.append(f"seed {environment.seed}")
+    if environment.torch:
+        made_with.append(f"torch {environment.torch}")
+    subtitle = ", ".join(filter(None, made_with))
+    return Page(title or f"layer {layer.name}", sizes(layer), subtitle, tuple(sections))
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str, whole: tuple[int, ...] | None = None) -> Cell:
     """Return a field with a shape and the names of its axes; a part of a tensor also gets the shape of the `whole`."""
-    of = "" if whole is None else f" of {text.shape(whole)}"
-    return Cell(text.shape(sizes) + of, "shape", axes)
+    shape = text.shape(sizes)
+    if whole is not None:
+        shape += f" of {text.shape(whole)}"
+    return Cell(shape, "shape", axes)
 
 
 SHAPE = Column("shape", lambda row: shape_cell(row.shape, row.axes), tone="shape")
@@ -70,18 +78,26 @@ def multiple(value: float | None) -> str:
     return "" if value is None else text.magnitude(value)
 
 
-def verdict_column(is_baseline: Callable[[Any], bool] = lambda row: False) -> Column:
+_TONE_OF_VERDICT: dict[Verdict | None, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
+
+
+def _never(row: object) -> bool:
+    return False
+
+
+def verdict_column(is_baseline: Callable[[Any], bool] = _never) -> Column:
     """Return the column of verdicts. The baseline has none: it is not compared with itself."""
-    tones: dict[Verdict | None, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
     def cell(row: Any) -> Cell:
-        return Cell("baseline", "muted") if is_baseline(row) else Cell(row.verdict or "", tones.get(row.verdict, ""))
+        if is_baseline(row):
+            return Cell("baseline", "muted")
+        return Cell(row.verdict or "", _TONE_OF_VERDICT.get(row.verdict, ""))
 
     return Column("verdict", cell)
 
 
 def difference_columns(
-    relative: str, drops: tuple[int, int], is_baseline: Callable[[Any], bool] = lambda row: False
+    relative: str, drops: tuple[int, int], is_baseline: Callable[[Any], bool] = _never
 ) -> tuple[Column, ...]:
     """Return the columns of a difference: `relative` is the title of the second, `drops` that of the first two."""
     return (
@@ -109,19 +125,20 @@ def times(names: Sequence[str]) -> str:
     """Return names that differ only in their numbers as one, with the count: `layers.0–31.self_attn ×32`."""
     if len(names) == 1 or not names[0]:
         return names[0]
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    spanned = [
-        text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
-        for place, column in enumerate(columns)
-    ]
-    return f"{''.join(spanned)} ×{len(names)}"
+    pieces = [re.split(r"(\d+)", name) for name in names]  # layers. 0 .self_attn
+    joined = ""
+    for place, column in enumerate(zip(*pieces, strict=True)):
+        is_number = place % 2 == 1
+        numbers = dict.fromkeys(column)
+        joined += text.spans(map(int, numbers)) if is_number and len(numbers) > 1 else column[0]
+    return f"{joined} ×{len(names)}"
 
 
 def folded(
     items: Iterable[Any],
     *names: str,
     merged: Mapping[str, Callable[[list[Any]], object]] | None = None,
-    apart: Callable[[Any], bool] = lambda item: False,
+    apart: Callable[[Any], bool] = _never,
 ) -> list[Any]:
     """Return items that differ only in the numbers of their names as one; items for which `apart` is true stay.
 
@@ -130,14 +147,19 @@ def folded(
     merged = merged or {}
 
     def key(item: Any) -> object:
+        if apart(item):
+            return id(item)
         same = {name: alike(getattr(item, name)) for name in names}
-        return id(item) if apart(item) else replace(item, **same, **dict.fromkeys(merged))
+        return replace(item, **same, **dict.fromkeys(merged))
 
-    together = {**dict.fromkeys(names, times), **merged}
-    return [
-        replace(group[0], **{name: merge([getattr(item, name) for item in group]) for name, merge in together.items()})
-        for group in grouped(items, key)
-    ]
+    functions = {**dict.fromkeys(names, times), **merged}
+    folded = []
+    for group in grouped(items, key):
+        values = {}
+        for name, function in functions.items():
+            values[name] = function([getattr(item, name) for item in group])
+        folded.append(replace(group[0], **values))
+    return folded
 
 
 def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
@@ -147,60 +169,98 @@ def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
 
 def answered(sentences: Sequence[str]) -> Section:
     """Return the section with the rest of an answer, whose first sentence is the verdict."""
-    return section("answer" if sentences[1:] else "", *(Paragraph(sentence, "strong") for sentence in sentences[1:]))
+    rest = sentences[1:]
+    return section("answer" if rest else "", *(Paragraph(sentence, "strong") for sentence in rest))
 
 
-def contents(tensors: Iterable[Any]) -> tuple[Table | Verbatim, ...]:
-    """Return the table of statistics and the contents, of tensors that have them."""
-
-    def finite(name: str) -> Column:
-        # Where no element is finite, there is nothing to take the mean of.
-        return Column(name, lambda t: "" if isnan(n := getattr(t.stats, name)) else text.statistic(n), "right")
-
-    def counted(title: str, drop: int, tone: Tone = "") -> Column:
-        def cell(tensor: Any) -> Cell:
-            number = getattr(tensor.stats, title.lower())
-            return Cell(f"{number:,}", tone if number else "muted")
-
-        return Column(title, cell, "right", drop=drop)
-
-    columns = [Column("statistics", lambda tensor: tensor.name), *map(finite, ("mean", "std", "min", "max"))]
-    columns += [counted("NaN", 1, "bad"), counted("inf", 2, "bad"), counted("masked", 3)]
+def contents(tensors: Iterable[Any]) -> Iterator[Table | Verbatim]:
+    """Yield the table of statistics and the contents, of tensors that have them."""
     tensors = list(tensors)
     measured = [tensor for tensor in tensors if tensor.stats is not None]
-    shown = [tensor for tensor in tensors if tensor.values is not None]
-    return (
-        *([table(measured, columns)] if measured else []),
-        *(Verbatim(tuple(t.values.text.split("\n")), t.name, text.shape(t.shape), t.axes) for t in shown),
-    )
+    if measured:
+        yield table(measured, _STATISTICS)
+    for tensor in tensors:
+        if tensor.values is not None:
+            lines = tensor.values.text.split("\n")
+            yield Verbatim(tuple(lines), tensor.name, text.shape(tensor.shape), tensor.axes)
+
+
+def _statistic(name: str) -> Column:
+    def cell(tensor: Any) -> str:
+        number = getattr(tensor.stats, name)
+        # Where no element is finite, there is nothing to take the mean of.
+        return "" if isnan(number) else text.statistic(number)
+
+    return Column(name, cell, "right")
+
+
+def _counted(title: str, drop: int, tone: Tone = "") -> Column:
+    """Return the column of a number of elements, whose tone is for numbers other than 0."""
+
+    def cell(tensor: Any) -> Cell:
+        number = getattr(tensor.stats, title.lower())
+        return Cell(f"{number:,}", tone if number else "muted")
+
+    return Column(title, cell, "right", drop=drop)
+
+
+_STATISTICS = (
+    Column("statistics", lambda tensor: tensor.name),
+    _statistic("mean"),
+    _statistic("std"),
+    _statistic("min"),
+    _statistic("max"),
+    _counted("NaN", 1, "bad"),
+    _counted("inf", 2, "bad"),
+    _counted("masked", 3),
+)
 
 
 def ranks_section(ranks: Sequence[Rank] | None) -> Section:
     """Return the table of ranks; ranks that differ only in the place of their rows are one row."""
     if ranks is None:
         return section("")
-
-    def key(rank: Rank) -> object:
-        sizes = {name: stop - start for name, (start, stop) in rank.rows.items()}
-        return *sizes.items(), rank.heads, rank.kv_heads, rank.kv_copied, rank.bytes, rank.flops, rank.exchanged
-
-    def rows(name: str, what: str) -> Column:
-        def spans(alike: list[Rank]) -> str:
-            places = [*dict.fromkeys(text.span(rank.rows[name]) for rank in alike if name in rank.rows)]
-            return ", ".join(places) if len(places) < 3 else f"{places[0]}, …, {places[-1]}"
-
-        return Column(f"{name} {what}", spans, tone="shape", optional=True, drop=1 if name in ("W_q", "W_o") else 2)
-
     columns = [
         Column("rank", lambda alike: text.spans(rank.rank for rank in alike), tone="strong"),
         Column("heads", lambda alike: alike[0].heads or "", "right", optional=True),
-        Column("kv_heads", lambda r: f"{r[0].kv_heads or ''}{', copied' * r[0].kv_copied}", "right", optional=True),
-        *(rows(f"W_{letter}", "columns" if letter == "o" else "rows") for letter in "qkvo"),
+        Column("kv_heads", lambda alike: _kv_heads(alike[0]), "right", optional=True),
+        Column("W_q rows", partial(_spans_of, "W_q"), tone="shape", optional=True, drop=1),
+        Column("W_k rows", partial(_spans_of, "W_k"), tone="shape", optional=True, drop=2),
+        Column("W_v rows", partial(_spans_of, "W_v"), tone="shape", optional=True, drop=2),
+        Column("W_o columns", partial(_spans_of, "W_o"), tone="shape", optional=True, drop=1),
         Column("parameters", lambda alike: text.byte_size(alike[0].bytes), "right"),
         Column("FLOPs", lambda alike: text.flops(alike[0].flops), "right"),
         Column("exchanged", lambda alike: text.byte_size(alike[0].exchanged), "right", drop=3),
     ]
+    rows = table(grouped(ranks, _but_its_place), columns)
+    return section(text.plural(len(ranks), "rank"), rows, detail=_balance(ranks))
+
+
+def _but_its_place(rank: Rank) -> object:
+    """Return all of a rank but its number and the place of its rows."""
+    sizes = [(name, stop - start) for name, (start, stop) in rank.rows.items()]
+    return tuple(sizes), rank.heads, rank.kv_heads, rank.kv_copied, rank.bytes, rank.flops, rank.exchanged
+
+
+def _kv_heads(rank: Rank) -> str:
+    count = str(rank.kv_heads or "")
+    return f"{count}, copied" if rank.kv_copied else count
+
+
+def _spans_of(name: str, ranks: Sequence[Rank]) -> str:
+    """Return the rows of a part on these ranks, at most three of them: `0–63, …, 448–511`."""
+    spans = [text.span(rank.rows[name]) for rank in ranks if name in rank.rows]
+    places = [*dict.fromkeys(spans)]
+    if len(places) > 2:
+        places = [places[0], "…", places[-1]]
+    return ", ".join(places)
+
+
+def _balance(ranks: Sequence[Rank]) -> str:
+    """Return how much the busiest rank computes; empty if all compute the same."""
     flops = [rank.flops for rank in ranks]
-    busiest, most = ranks[flops.index(max(flops))].rank, max(flops) * len(flops) / (sum(flops) or 1)
-    balance = f"rank {busiest} computes {most:.2f} × the mean FLOPs" if len(set(flops)) > 1 else ""
-    return section(text.plural(len(ranks), "rank"), table(grouped(ranks, key), columns), detail=balance)
+    most = max(flops)
+    if most == min(flops):
+        return ""
+    busiest = ranks[flops.index(most)].rank
+    return f"rank {busiest} computes {most * len(flops) / sum(flops):.2f} × the mean FLOPs"

@@ -57,21 +57,26 @@ def markdown(text: str) -> str:
 
 def columns(stream: IO[str] | None) -> int | None:
     """Return the columns to fill: COLUMNS if set, else the terminal's; None in a pipe, which has no limit."""
-    return _sizes(stream)[0] or None
+    return _typed("COLUMNS") or _size_of(stream).columns or None
 
 
 def lines(stream: IO[str] | None) -> int | None:
     """Return the visible lines: LINES if set, else the terminal's; None in a pipe."""
-    return _sizes(stream)[1] or None
+    return _typed("LINES") or _size_of(stream).lines or None
 
 
-def _sizes(stream: IO[str] | None) -> list[int]:
-    sizes = (0, 0)
+def _typed(variable: str) -> int:
+    """Return the number in a variable of the environment; 0 if there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _size_of(stream: IO[str] | None) -> os.terminal_size:
+    """Return the size of a terminal; 0 by 0 for any other stream."""
     if stream is not None and not stream.closed and stream.isatty():
         with suppress(OSError, ValueError):
-            sizes = os.get_terminal_size(stream.fileno())
-    typed = [os.environ.get(variable, "") for variable in ("COLUMNS", "LINES")]
-    return [int(t) or size if t.isascii() and t.isdigit() else size for t, size in zip(typed, sizes, strict=True)]
+            return os.get_terminal_size(stream.fileno())
+    return os.terminal_size((0, 0))
 
 
 Tick = Callable[[str], None]

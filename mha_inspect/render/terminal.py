@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 
@@ -47,13 +47,24 @@ def to_table(page: Page, *, width: int | None, color: bool, height: int | None =
     A page of more than `height` lines, with one for the prompt, loses its blank lines; if it is still too long, it
     loses the sections that another option shows, and ends with the verdict. A height of None has no limit.
     """
-    columns = max(shutil.get_terminal_size().columns if width is None else width, 1)
-    for airy, whole in ((True, True), (False, True), (False, False)):
-        shown = page if whole else _shortened(page)
-        text = _text(columns, color, _page(shown, columns, airy=airy))
-        if height is None or text.count("\n") < height:
-            return text
+    if width is None:
+        width = shutil.get_terminal_size().columns
+    columns = max(width, 1)
+    text = _text(columns, color, _page(page, columns, airy=True))
+    if _fits(text, height):
+        return text
+    text = _text(columns, color, _page(page, columns, airy=False))
+    if _fits(text, height):
+        return text
+    text = _text(columns, color, _page(_shortened(page), columns, airy=False))
+    if _fits(text, height):
+        return text
     return text + _text(columns, color, _verdict(page, columns))
+
+
+def _fits(text: str, height: int | None) -> bool:
+    """Return whether a text and the line of the prompt fit on a screen of that many lines."""
+    return height is None or text.count("\n") < height
 
 
 def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) -> str:
@@ -71,16 +82,19 @@ def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) 
     )
     for line, columns in lines:
         console.print(line, width=columns, soft_wrap=False)
-    return "\n".join(line.rstrip() for line in file.getvalue().replace(_SPACE, " ").split("\n"))
+    printed = file.getvalue().replace(_SPACE, " ")
+    return "\n".join(line.rstrip() for line in printed.split("\n"))
 
 
 def _shortened(page: Page) -> Page:
     """Return the page without the sections that another option shows, each option named once, and the subtitle."""
     sections: list[Section] = []
+    named = {""}
     for part in page.sections:
         if part.more is None:
             sections.append(part)
-        elif part.more and all(part.more != before.more for before in sections):
+        elif part.more not in named:
+            named.add(part.more)
             sections.append(replace(part, title="", blocks=(Paragraph(part.more, "muted"),)))
     return replace(page, sections=tuple(sections), subtitle="")
 
@@ -95,15 +109,23 @@ def _page(page: Page, width: int, *, airy: bool) -> Iterator[tuple[RenderableTyp
     for section in page.sections:
         if airy:
             yield Text(), prose
-        if section.title:
-            yield _title(section.title, section.detail), prose
-        before: Block | None = None
-        for block in section.blocks:
-            if airy and apart(before, block) and (before is not None or section.title):
-                yield Text(), prose
-            for item in _block(block, width, airy=airy):
-                yield item, prose if isinstance(block, (Facts, Paragraph)) else width
-            before = block
+        yield from _section(section, width, airy=airy)
+
+
+def _section(section: Section, width: int, *, airy: bool) -> Iterator[tuple[RenderableType, int]]:
+    """Yield the title of a section, then its blocks; if `airy`, a blank line around tables and verbatim text."""
+    prose = min(width, PROSE_WIDTH)
+    if section.title:
+        yield _title(section.title, section.detail), prose
+    before: Block | None = None
+    for block in section.blocks:
+        has_line_above = before is not None or section.title
+        if airy and has_line_above and apart(before, block):
+            yield Text(), prose
+        columns = prose if isinstance(block, (Facts, Paragraph)) else width
+        for item in _block(block, width, airy=airy):
+            yield item, columns
+        before = block
 
 
 def _verdict(page: Page, width: int) -> Iterator[tuple[RenderableType, int]]:
@@ -118,28 +140,48 @@ def _title(title: str, detail: str) -> Text:
 
 def _block(block: Block, width: int, *, airy: bool) -> Iterator[RenderableType]:
     if isinstance(block, Table):
-        fit = _fitted(_brief(block) if width < FULL_WIDTH else block, width)
-        yield _rows(fit, ruled=airy)
-        said = airy or any(not column.wide for column in block.columns if column.title in fit.dropped)
-        dropped = f"Not shown at this width: {', '.join(fit.dropped)}." if fit.dropped and said else ""
-        if under := ". ".join(filter(None, (block.explained(fit.widths), dropped))):
-            yield Text(under, STYLES["muted"])
+        yield from _table(block, width, airy=airy)
     elif isinstance(block, Facts):
-        # Sentences wrap beside their labels.
-        grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-        grid.add_column(overflow="fold", no_wrap=False)
-        grid.add_column(overflow="fold", ratio=1)
-        for label, text in block.items:
-            grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES.get(block.tone, "")))
-        yield grid
+        yield _facts(block)
     elif isinstance(block, Paragraph):
         yield Text(block.text, STYLES.get(block.tone, ""), overflow="fold")
     else:
         yield from _verbatim(block)
 
 
+def _facts(facts: Facts) -> RichTable:
+    """Return labels and texts as a grid, in which sentences wrap beside their labels."""
+    grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    grid.add_column(overflow="fold", no_wrap=False)
+    grid.add_column(overflow="fold", ratio=1)
+    style = STYLES.get(facts.tone, "")
+    for label, text in facts.items:
+        grid.add_row(Text(label, STYLES["muted"]), Text(text, style))
+    return grid
+
+
+def _table(table: Table, width: int, *, airy: bool) -> Iterator[RenderableType]:
+    """Yield the table, and under it its legend and the titles of the columns that were dropped."""
+    fit = _fitted(_brief(table) if width < FULL_WIDTH else table, width)
+    yield _rows(fit, ruled=airy)
+    under = []
+    legend = table.explained(fit.widths)
+    if legend:
+        under.append(legend)
+    # On a short screen, a column that only a wide terminal shows is dropped without a word.
+    narrow = {column.title for column in table.columns if not column.wide}
+    names_dropped = airy or not narrow.isdisjoint(fit.dropped)
+    if fit.dropped and names_dropped:
+        under.append(f"Not shown at this width: {', '.join(fit.dropped)}.")
+    if under:
+        yield Text(". ".join(under), STYLES["muted"])
+
+
 def _brief(table: Table) -> Table:
-    rows = (tuple(replace(cell, text=cell.brief or cell.text) for cell in row) for row in table.rows)
+    """Return the table with the brief text of each field that has one."""
+    rows = []
+    for row in table.rows:
+        rows.append(tuple(replace(cell, text=cell.brief or cell.text) for cell in row))
     return replace(table, rows=tuple(rows))
 
 
@@ -148,56 +190,166 @@ class _Fit:
     """How a table is shown. A column is the number of its place in the table."""
 
     table: Table
-    widths: dict[int, int]
+    widths: Mapping[int, int]
     """Width of each shown column."""
-    below: dict[int, list[int]]
+    below: Mapping[int, Sequence[int]]
     """The columns that are put under each column."""
-    dropped: list[str]
+    dropped: Sequence[str]
     """Titles of the columns that did not fit."""
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns that are shown while a table is fitted, and how wide their contents are."""
+
+    table: Table
+    bodies: tuple[int, ...]
+    """The widest field of each column."""
+    words: tuple[int, ...]
+    """The longest word in the fields of each column."""
+    shown: tuple[int, ...]
+    below: Mapping[int, tuple[int, ...]]
+    """The columns that are put under each column."""
+    dropped: tuple[str, ...]
+    """Titles of the columns that are not shown."""
+
+    @classmethod
+    def of(cls, table: Table, width: int) -> _Columns:
+        """Return the columns of a table, at first without those that only a wide terminal shows."""
+        bodies, words, shown, dropped = [], [], [], []
+        for place, column in enumerate(table.columns):
+            texts = [row[place].full for row in table.rows]
+            bodies.append(max(map(cells, texts), default=0))
+            words.append(max(map(_longest_word, texts), default=0))
+            if column.wide and width < WIDE:
+                dropped.append(column.title)
+            else:
+                shown.append(place)
+        return cls(
+            table=table,
+            bodies=tuple(bodies),
+            words=tuple(words),
+            shown=tuple(shown),
+            below={},
+            dropped=tuple(dropped),
+        )
+
+    # -- widths of a shown column -------------------------------------------------------------------------------------
+
+    def least(self, place: int) -> int:
+        """Return the width at which the title, and the words of the columns below, are whole."""
+        title = _longest_word(self.table.columns[place].title)
+        indented = [2 + self.words[guest] for guest in self.below.get(place, ())]
+        return max(title, *indented) if indented else title
+
+    def unbroken(self, place: int) -> int:
+        """Return the width at which no word is broken."""
+        return max(self.words[place], self.least(place))
+
+    def wrapped(self, place: int) -> int:
+        """Return the width at which texts wrap no narrower than the column asks for."""
+        body = self.bodies[place]
+        wrap = self.table.columns[place].wrap or body
+        return max(min(wrap, body), self.unbroken(place))
+
+    def titled(self, place: int) -> int:
+        """Return the width at which the title is on one line too."""
+        return max(self.wrapped(place), cells(self.table.columns[place].title))
+
+    def widths(self, width_of: Callable[[int], int]) -> dict[int, int]:
+        """Return a width of every shown column, by its place."""
+        return {place: width_of(place) for place in self.shown}
+
+    # -- fewer columns ------------------------------------------------------------------------------------------------
+
+    def guest(self) -> tuple[int, int] | None:
+        """Return the first column that may be put under another shown one, and that one; None if there is none."""
+        hosts = {self.table.columns[place].title: place for place in self.shown}
+        for place in self.shown:
+            into = self.table.columns[place].into
+            if into in hosts:
+                return place, hosts[into]
+        return None
+
+    def last(self) -> int | None:
+        """Return the column to drop first; None if all of them must stay."""
+        place = max(self.shown, key=lambda place: self.table.columns[place].drop)
+        return place if self.table.columns[place].drop else None
+
+    def put_below(self, guest: int, host: int) -> _Columns:
+        """Return the columns with one of them under another."""
+        guests = (*self.below.get(host, ()), guest)
+        return replace(self._without(guest), below={**self.below, host: guests})
+
+    def drop(self, place: int) -> _Columns:
+        """Return the columns with one of them dropped."""
+        title = self.table.columns[place].title
+        return replace(self._without(place), dropped=(title, *self.dropped))
+
+    def _without(self, place: int) -> _Columns:
+        return replace(self, shown=tuple(shown for shown in self.shown if shown != place))
 
 
 def _fitted(table: Table, width: int) -> _Fit:
     """Return how to show a table: columns are first put under others, then dropped, then words are broken."""
-    columns = table.columns
-    shown = [place for place, column in enumerate(columns) if width >= WIDE or not column.wide]
-    bodies = [max((cells(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
-    words = [max((_longest_word(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
-    below: dict[int, list[int]] = {}
-    dropped = [columns[place].title for place in range(len(columns)) if place not in shown]
-    while True:
-        room = width - GAP * (len(shown) - 1)
-        least = {i: max([_longest_word(columns[i].title), *(2 + words[j] for j in below.get(i, []))]) for i in shown}
-        titles = {i: cells(columns[i].title) for i in shown}
-        wraps = {i: max(min(columns[i].wrap or bodies[i], bodies[i]), words[i], least[i]) for i in shown}
-        hosts = {columns[i].title: i for i in shown}
-        guest = next((i for i in shown if columns[i].into in hosts), None)
-        last = max(shown, key=lambda i: columns[i].drop)
-        if sum(wraps.values()) <= room:
-            whole = {i: max(wraps[i], titles[i]) for i in shown}
-            least = wraps = whole if sum(whole.values()) <= room else wraps
-            break
+    columns = _Columns.of(table, width)
+    while _total(columns.widths(columns.wrapped)) > width:
+        guest, last = columns.guest(), columns.last()
         if guest is not None:
-            shown.remove(guest)
-            below.setdefault(hosts[columns[guest].into], []).append(guest)
-        elif columns[last].drop:
-            shown.remove(last)
-            dropped.insert(0, columns[last].title)
+            columns = columns.put_below(*guest)
+        elif last is not None:
+            columns = columns.drop(last)
         else:
-            wraps = {i: max(words[i], least[i]) for i in shown}
-            wraps = wraps if sum(wraps.values()) <= room else dict.fromkeys(shown, 1)
             break
-    widths = _narrowed({i: max(bodies[i], least[i]) for i in shown}, wraps, room)
-    for host, guests in below.items():
-        missing = sum(2 + bodies[guest] for guest in guests) - widths[host]
-        widths[host] += max(min(missing, room - sum(widths.values())), 0)
-    return _Fit(table, widths, below, dropped)
+    limits = _limits(columns, width)
+    wished = {place: max(columns.bodies[place], first) for place, first in limits.first.items()}
+    widths = _narrowed(wished, limits.last, width)
+    # Texts below a column may have the room that is left.
+    for host, guests in columns.below.items():
+        needed = sum(2 + columns.bodies[guest] for guest in guests)
+        spare = width - _total(widths)
+        widths[host] += max(min(needed - widths[host], spare), 0)
+    return _Fit(table, widths, columns.below, columns.dropped)
 
 
-def _narrowed(widths: dict[int, int], floors: dict[int, int], room: int) -> dict[int, int]:
+def _total(widths: Mapping[int, int]) -> int:
+    """Return the width of columns with the gaps between them."""
+    return sum(widths.values()) + GAP * (len(widths) - 1)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How narrow the columns may be, by place."""
+
+    first: Mapping[int, int]
+    """Before anything is narrowed."""
+    last: Mapping[int, int]
+    """After everything is narrowed."""
+
+
+def _limits(columns: _Columns, width: int) -> _Limits:
+    """Return how narrow the columns may be: titles wrap first, then texts between words, then words are broken."""
+    titled = columns.widths(columns.titled)
+    if _total(titled) <= width:
+        return _Limits(titled, titled)
+    wrapped = columns.widths(columns.wrapped)
+    if _total(wrapped) <= width:
+        return _Limits(wrapped, wrapped)
+    least, unbroken = columns.widths(columns.least), columns.widths(columns.unbroken)
+    if _total(unbroken) <= width:
+        return _Limits(least, unbroken)
+    return _Limits(least, dict.fromkeys(columns.shown, 1))
+
+
+def _narrowed(widths: Mapping[int, int], floors: Mapping[int, int], width: int) -> dict[int, int]:
     """Narrow the widest column above its minimum, until all fit or all are at their minimum."""
     widths = dict(widths)
-    while sum(widths.values()) > room and (givers := [i for i in widths if widths[i] > floors[i]]):
-        widths[max(givers, key=lambda i: widths[i])] -= 1
+    while _total(widths) > width:
+        givers = [place for place in widths if widths[place] > floors[place]]
+        if not givers:
+            break
+        widest = max(givers, key=lambda place: widths[place])
+        widths[widest] -= 1
     return widths
 
 
@@ -221,18 +373,25 @@ def _rows(fit: _Fit, *, ruled: bool) -> RichTable:
         header_style="",
     )
     for place, width in fit.widths.items():
-        column = table.columns[place]
-        header = Text(_in_words(column.title), STYLES["muted"])
-        if guests := fit.below.get(place):
-            header.append(f"\n  {_behind([table.columns[guest].title for guest in guests])}")
-        rows.add_column(header, justify=column.align, width=max(width, 1), overflow="fold")
+        justify = table.columns[place].align
+        rows.add_column(_header(fit, place), justify=justify, width=max(width, 1), overflow="fold")
     for number, row in enumerate(table.rows):
+        fields = [_field(table, row, place, fit.below.get(place, ())) for place in fit.widths]
         is_total = table.total and number == len(table.rows) - 1
         if is_total:
             rows.add_section()
-        fields = (_field(table, row, place, fit.below.get(place, [])) for place in fit.widths)
         rows.add_row(*fields, style="bold" if is_total else "")
     return rows
+
+
+def _header(fit: _Fit, place: int) -> Text:
+    """Return the title of a column, with the titles of the columns below it."""
+    columns = fit.table.columns
+    header = Text(_in_words(columns[place].title), STYLES["muted"])
+    guests = fit.below.get(place, ())
+    if guests:
+        header.append("\n  " + _behind([columns[guest].title for guest in guests]))
+    return header
 
 
 def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
@@ -242,13 +401,19 @@ def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int
     if cell.mark:
         text.append(cell.mark, STYLES["muted"])
     under = _in_words(_behind([row[guest].text for guest in guests]))
-    return Group(text, Padding(Text(under, STYLES["muted"], overflow="fold"), (0, 0, 0, 2))) if under else text
+    if not under:
+        return text
+    muted = Text(under, STYLES["muted"], overflow="fold")
+    return Group(text, Padding(muted, (0, 0, 0, 2)))
 
 
-def _behind(texts: list[str]) -> str:
+def _behind(texts: Iterable[str]) -> str:
     """Return texts that share one line: the first, and the others in brackets."""
-    first, *others = [text for text in texts if text] or [""]
-    return f"{first} ({', '.join(others)})" if others else first
+    filled = [text for text in texts if text]
+    if len(filled) < 2:
+        return "".join(filled)
+    first, *others = filled
+    return f"{first} ({', '.join(others)})"
 
 
 def _styled(content: str, tone: Tone, axes: str) -> Text:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from .. import text
 from ..reports.trace import (
     PIECES_OF_TOKENS,
     WITHIN_TOKENS,
     AttentionReport,
+    Collective,
     DecodeProof,
+    FailedOperand,
     Failure,
     OpLine,
     OpTensor,
     Path,
     Proof,
+    ReachedOp,
+    ReachedStage,
+    Returned,
     Stage,
     Step,
     Trace,
 )
 from .check import findings_sections
-from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
 
 LEGENDS = {
@@ -50,7 +55,8 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     yield from findings_sections(trace.findings)
-    if trace.unjudged is None and not trace.findings and trace.failure is None and trace.attentions:
+    is_judged = trace.unjudged is None and trace.failure is None and bool(trace.attentions)
+    if is_judged and not trace.findings:
         yield section("", Paragraph(_NOT_LOOKED_AT, "muted"), more="")
     if trace.steps is not None:
         below = "" if trace.decode is None else "the last is shown below"
@@ -59,42 +65,63 @@ def _sections(trace: Trace) -> Iterator[Section]:
         more = "" if trace.chosen else None
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
-    run = _path(trace.path) if trace.failure is None or trace.attentions else ()
-    returned = [("returns", _returned(trace))] if trace.returns else []
-    lines = [*returned, *run, *_collectives(trace), *(("note", note) for note in trace.notes)]
+    lines = [*_run(trace)]
     yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
     yield ranks_section(trace.ranks)
     if trace.plan_code is not None:
         yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=f"{len(trace.ops):,}")
-    if trace.failure is None:
-        yield section("", *([_decode(trace.decode)] if trace.decode else []), _closing(trace))
-    else:
+    if trace.failure is not None:
         yield from _failure(trace.failure, trace.environment.dtype, with_ops=trace.ops is not None)
+        return
+    if trace.decode is not None:
+        yield section("", _decode(trace.decode), _closing(trace))
+    else:
+        yield section("", _closing(trace))
 
 
-def _collectives(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield the exchanges with other ranks, each kind with its number, its bytes and the stage that it makes."""
-    said = [
-        f"{len(kind)} {kind[0].name}{f' of {kind[0].stage}' if kind[0].stage else ''}, "
-        f"{text.byte_size(sum(collective.nbytes for collective in kind))}"
-        for kind in grouped(trace.collectives or (), lambda collective: (collective.name, collective.stage))
-    ]
-    if said:
-        yield "between ranks", "; ".join(said)
+def _run(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yield the returned tensors, the kernel, what is sent between ranks, and the notes."""
+    if trace.returns:
+        yield "returns", _returned(trace)
+    if trace.failure is None or trace.attentions:
+        yield from _path(trace.path)
+    if trace.collectives:
+        yield "between ranks", _sent(trace.collectives)
+    for note in trace.notes:
+        yield "note", note
+
+
+def _sent(collectives: Iterable[Collective]) -> str:
+    """Return the exchanges with other ranks by kind and stage: `2 all_reduce of output, 4.0 KiB`."""
+    kinds = []
+    for kind in grouped(collectives, lambda collective: (collective.name, collective.stage)):
+        name, stage = kind[0].name, kind[0].stage
+        size = text.byte_size(sum(collective.nbytes for collective in kind))
+        kinds.append(f"{len(kind)} {name} of {stage}, {size}" if stage else f"{len(kind)} {name}, {size}")
+    return "; ".join(kinds)
 
 
 def _returned(trace: Trace) -> str:
     """Return the returned tensors in a line; equal ones are one, and axes that a stage shows are not repeated."""
-    stages = {(stage.name, stage.shape, stage.axes) for attention in trace.attentions for stage in attention.stages}
-    tensors = folded(trace.returns, "name", apart=lambda tensor: tensor.stats is not None or tensor.values is not None)
-    said = []
-    for tensor in tensors:
-        axes = "" if (tensor.name, tensor.shape, tensor.axes) in stages else tensor.axes
-        dtype = "" if tensor.dtype == trace.environment.dtype else tensor.dtype
-        said.append(" ".join(filter(None, (tensor.name, text.shape(tensor.shape), axes, dtype))))
-    return "; ".join(said)
+    stages: set[tuple[str, tuple[int, ...], str]] = set()
+    for attention in trace.attentions:
+        stages.update((stage.name, stage.shape, stage.axes) for stage in attention.stages)
+    texts = []
+    for tensor in folded(trace.returns, "name", apart=_has_contents):
+        words = [tensor.name, text.shape(tensor.shape)]
+        if tensor.axes and (tensor.name, tensor.shape, tensor.axes) not in stages:
+            words.append(tensor.axes)
+        if tensor.dtype != trace.environment.dtype:
+            words.append(tensor.dtype)
+        texts.append(" ".join(filter(None, words)))
+    return "; ".join(texts)
+
+
+def _has_contents(tensor: Stage | Returned) -> bool:
+    """Return whether statistics or values of a tensor are shown, which are its alone."""
+    return tensor.stats is not None or tensor.values is not None
 
 
 MOST_SHOWN = 4
@@ -103,29 +130,47 @@ MOST_SHOWN = 4
 
 def _in_full(trace: Trace) -> Iterator[Section]:
     """Yield attentions in full: the chosen ones, else the first of each kind."""
-    groups = grouped(trace.chosen or range(1, len(trace.attentions) + 1), lambda number: _kind(trace, number))
-    shown, rest = (groups, []) if trace.chosen else (groups[:MOST_SHOWN], groups[MOST_SHOWN:])
-    for first, *others in shown:
-        said = list(trace.attentions[first - 1].notes)
-        if others:
-            which = f"Attention {others[0]} has" if len(others) == 1 else f"Attentions {text.spans(others)} have"
-            said.append(f"{which} the same shapes, axes and formulas.")
-        several = len(trace.attentions) > 1
-        title = f"attention {first}" if several else "attention"
-        more = "--attention N shows every stage of attention N." if several and not trace.chosen else None
-        yield _attention(trace.attentions[first - 1], title, trace.environment.dtype, said, more)
-    layouts = (tuple(_layout(trace.attentions[first - 1])) for first, *_ in shown)
-    yield section("", *(Paragraph(line, "muted") for line in next(filter(None, layouts), ())), more="")
+    numbers = trace.chosen or range(1, len(trace.attentions) + 1)
+    groups = grouped(numbers, lambda number: _kind(trace, number))
+    most = len(groups) if trace.chosen else MOST_SHOWN
+    for group in groups[:most]:
+        yield _first_of(trace, group)
+    yield section("", *_layout_of_first(trace, groups[:most]), more="")
+    rest = groups[most:]
     if rest:
-        numbers = ", ".join(str(first) for first, *_ in rest)
-        yield section("", Paragraph(f"{len(rest)} more kinds: --attention {numbers} shows them."), more="")
+        first_of_rest = ", ".join(str(group[0]) for group in rest)
+        yield section("", Paragraph(f"{len(rest)} more kinds: --attention {first_of_rest} shows them."), more="")
+
+
+def _first_of(trace: Trace, group: Sequence[int]) -> Section:
+    """Return the first attention of a group in full, and the numbers of those like it."""
+    first, *alike = group
+    attention = trace.attentions[first - 1]
+    sentences = list(attention.notes)
+    if len(alike) == 1:
+        sentences.append(f"Attention {alike[0]} has the same shapes, axes and formulas.")
+    elif alike:
+        sentences.append(f"Attentions {text.spans(alike)} have the same shapes, axes and formulas.")
+    dtype = trace.environment.dtype
+    if len(trace.attentions) == 1:
+        return _attention(attention, "attention", dtype, sentences)
+    more = None if trace.chosen else "--attention N shows every stage of attention N."
+    return _attention(attention, f"attention {first}", dtype, sentences, more)
+
+
+def _layout_of_first(trace: Trace, groups: Iterable[Sequence[int]]) -> list[Paragraph]:
+    """Return the explanations of the layout of the first shown attention that has any."""
+    for first, *_ in groups:
+        lines = [Paragraph(line, "muted") for line in _layout(trace.attentions[first - 1])]
+        if lines:
+            return lines
+    return []
 
 
 def _kind(trace: Trace, number: int) -> object:
     """Return a key that is equal for attentions that differ only in their place in the model."""
     attention = trace.attentions[number - 1]
-    # Statistics and values are each attention's own.
-    if trace.chosen or any(stage.stats is not None or stage.values is not None for stage in attention.stages):
+    if trace.chosen or any(map(_has_contents, attention.stages)):
         return number
     # The scale, which may be no number, is in the formulas.
     stages = tuple(replace(stage, op=None) for stage in attention.stages)
@@ -134,75 +179,131 @@ def _kind(trace: Trace, number: int) -> object:
 
 def _layout(attention: AttentionReport) -> Iterator[str]:
     """Yield the explanations of merged axes and of a sequence-first layout."""
-    sizes = {"heads": attention.num_heads, "head_dim": attention.head_dim}
-    patterns = [(stage, re.findall(r"\([^)]*\)|\S+", stage.axes)) for stage in attention.stages]
-    for shared in ("(batch heads)", "(heads head_dim)"):
-        size = next((s.shape[n.index(shared)] for s, n in patterns if shared in n and len(n) == len(s.shape)), None)
-        if size is not None:
-            fast = shared.strip("()").split()[1]
-            product = f"{size // sizes[fast]} × {sizes[fast]} = {size}"
-            yield f"{shared} is one axis of size {product}; {fast} counts fastest."
-            break
-    order = {stage.name: re.findall(r"\b(?:query|key|batch)\b", stage.axes)[:2] for stage in attention.stages}
-    turned = [stage for stage in attention.stages if order[stage.name] in (["query", "batch"], ["key", "batch"])]
-    if turned and any(names[:1] == ["batch"] for _, names in patterns):
-        first, last = turned[0], turned[-1]
-        inside = first.op is not None and first.op.source.startswith("torch/")
-        so = "torch works sequence-first inside" if inside else "sequence-first"
-        yield (
-            f"From {first.name} to {last.name}, positions come before the batch ({so}): {text.shape(first.shape)} is "
-            f"{first.axes}."
-        )
+    merged = _merged(attention)
+    if merged is not None:
+        yield merged
+    axes = [_AXIS.findall(stage.axes) for stage in attention.stages]
+    if any(names[:1] == ["batch"] for names in axes):
+        yield from _sequence_first(attention.stages)
+
+
+_AXIS = re.compile(r"\([^)]*\)|\S+")
+"""An axis of a tensor, which may be several in one: `(batch heads)`."""
+
+
+def _merged(attention: AttentionReport) -> str | None:
+    """Return the explanation of the first axis that is two in one; None if there is none.
+
+    `(heads head_dim) is one axis of size 8 × 64 = 512; head_dim counts fastest.`
+    """
+    for merged, fast, size_of_fast in (
+        ("(batch heads)", "heads", attention.num_heads),
+        ("(heads head_dim)", "head_dim", attention.head_dim),
+    ):
+        for stage in attention.stages:
+            names = _AXIS.findall(stage.axes)
+            if merged not in names or len(names) != len(stage.shape):
+                continue
+            size = stage.shape[names.index(merged)]
+            product = f"{size // size_of_fast} × {size_of_fast} = {size}"
+            return f"{merged} is one axis of size {product}; {fast} counts fastest."
+    return None
+
+
+def _sequence_first(stages: Iterable[Stage]) -> Iterator[str]:
+    """Yield the explanation of stages whose positions come before the batch."""
+    turned = []
+    for stage in stages:
+        order = re.findall(r"\b(?:query|key|batch)\b", stage.axes)[:2]
+        if order in (["query", "batch"], ["key", "batch"]):
+            turned.append(stage)
+    if not turned:
+        return
+    first, last = turned[0], turned[-1]
+    is_inside_torch = first.op is not None and first.op.source.startswith("torch/")
+    layout = "torch works sequence-first inside" if is_inside_torch else "sequence-first"
+    yield (
+        f"From {first.name} to {last.name}, positions come before the batch ({layout}): {text.shape(first.shape)} is "
+        f"{first.axes}."
+    )
 
 
 def _path(path: Path) -> Iterator[tuple[str, str]]:
     yield "kernel", path.plain
     if path.reason:
         yield "reason", path.reason
-    if path.opened and any(kernel not in path._kernels for kernel in path.opened):
+    if not set(path.opened).issubset(path._kernels):
         yield "opened", ", ".join(path.opened)
-    yield from (("not opened", kernel) for kernel in path.not_opened)
+    for kernel in path.not_opened:
+        yield "not opened", kernel
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """An attention with its number in the run, from 1."""
+
+    number: int
+    report: AttentionReport
+
+    @property
+    def scores(self) -> Stage | None:
+        """The scores, or the weights if no stage has the scores."""
+        stages = {stage.name: stage for stage in self.report.stages}
+        return stages.get("scores") or stages.get("weights")
+
+    @property
+    def shape_of_scores(self) -> Cell:
+        """The shape of the scores."""
+        return Cell("") if self.scores is None else shape_cell(self.scores.shape, self.scores.axes)
+
+    @property
+    def axes_of_scores(self) -> str:
+        """The axes of the scores."""
+        return "" if self.scores is None else self.scores.axes
+
+    @property
+    def num_heads(self) -> str:
+        """The number of heads, and of their key and value heads if it is another: `8 over 2`."""
+        heads, kv_heads = self.report.num_heads, self.report.num_kv_heads
+        return str(heads) if kv_heads == heads else f"{heads} over {kv_heads}"
 
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
-
-    def scores(attention: AttentionReport) -> Stage | None:
-        stages = {stage.name: stage for stage in attention.stages}
-        return stages.get("scores") or stages.get("weights")
-
-    def heads(attention: AttentionReport) -> object:
-        several = attention.num_kv_heads != attention.num_heads
-        return f"{attention.num_heads} over {attention.num_kv_heads}" if several else attention.num_heads
-
     columns = [
-        Column("#", lambda row: row[0], "right", "muted"),
-        Column("module", lambda row: _place(row[1]) or "(the layer itself)", tone="strong"),
-        Column("kind", lambda row: kind_of(row[1]), drop=3, optional=True),
-        Column("num_heads", lambda row: heads(row[1]), "right"),
-        Column("head_dim", lambda row: row[1].head_dim, "right", drop=1),
-        Column("scores", lambda row: SHAPE.of(stage) if (stage := scores(row[1])) else "", tone="shape"),
-        Column("axes", lambda row: stage.axes if (stage := scores(row[1])) else "", tone="axes", drop=4),
-        Column("scale", lambda row: text.scale(row[1].scale, row[1].head_dim), drop=2),
-        Column("notes", lambda row: " ".join(row[1].notes), wrap=24, into="module", optional=True),
+        Column("#", lambda row: row.number, "right", "muted"),
+        Column("module", lambda row: _place(row.report) or "(the layer itself)", tone="strong"),
+        Column("kind", lambda row: kind_of(row.report), drop=3, optional=True),
+        Column("num_heads", lambda row: row.num_heads, "right"),
+        Column("head_dim", lambda row: row.report.head_dim, "right", drop=1),
+        Column("scores", lambda row: row.shape_of_scores, tone="shape"),
+        Column("axes", lambda row: row.axes_of_scores, tone="axes", drop=4),
+        Column("scale", lambda row: text.scale(row.report.scale, row.report.head_dim), drop=2),
+        Column("notes", lambda row: " ".join(row.report.notes), wrap=24, into="module", optional=True),
     ]
-    return table(enumerate(attentions, 1), columns)
+    rows = [_Numbered(number, attention) for number, attention in enumerate(attentions, 1)]
+    return table(rows, columns)
 
 
 def kind_of(attention: AttentionReport) -> str:
     """Return the kind with the window after it: `self, causal, window 4`."""
-    window = "" if attention.window is None else f"window {attention.window}"
-    return ", ".join(filter(None, (*attention.kind, window)))
+    words = list(attention.kind)
+    if attention.window is not None:
+        words.append(f"window {attention.window}")
+    return ", ".join(words)
 
 
 def _place(attention: AttentionReport) -> str:
-    call = "" if attention.call is None else f"call {attention.call}"
-    return ", ".join(filter(None, (attention.module, call)))
+    """Return the module, and which of its calls: `decoder.0.self_attn, call 2`."""
+    words = [attention.module] if attention.module else []
+    if attention.call is not None:
+        words.append(f"call {attention.call}")
+    return ", ".join(words)
 
 
 def _attention(
-    attention: AttentionReport, title: str, dtype: str, said: Iterable[str], more: str | None = None
+    attention: AttentionReport, title: str, dtype: str, sentences: Iterable[str], more: str | None = None
 ) -> Section:
-    """Return the sizes, the table of stages, requested contents, and the notes `said`."""
+    """Return the sizes, the table of stages, requested contents, and notes."""
     kind = kind_of(attention)
     sizes = [kind] if kind else []
     sizes.append(f"num_heads {attention.num_heads}")
@@ -214,18 +315,15 @@ def _attention(
         f"{title} in {place}" if place else title,
         _stages(attention.stages, dtype),
         *contents(attention.stages),
-        *notes(said),
+        *notes(sentences),
         detail=", ".join(sizes),
         more=more,
     )
 
 
 def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
-    def mark(stage: Stage) -> str:
-        return "*" * stage.opened + "°" * stage.shape_only
-
     columns = [
-        Column("stage", lambda stage: Cell(stage.name, mark=mark(stage)), tone="strong"),
+        Column("stage", lambda stage: Cell(stage.name, mark=_mark(stage)), tone="strong"),
         replace(SHAPE, of=lambda stage: shape_cell(stage.shape, stage.axes, stage.whole)),
         replace(AXES, wrap=28),
         Column("computed", lambda stage: Cell(stage.formula, brief=stage._brief), wrap=16, into="axes"),
@@ -234,8 +332,19 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
         Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", wide=True, drop=3),
         Column("memory", _moved, tone="muted", wide=True, drop=1, optional=True, legend=MEMORY),
     ]
-    marks = set("".join(map(mark, stages)))
-    return table(stages, columns, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
+    marks = "".join(map(_mark, stages))
+    legend = [f"{sign} {meaning}" for sign, meaning in LEGENDS.items() if sign in marks]
+    return table(stages, columns, legend="; ".join(legend))
+
+
+def _mark(stage: Stage) -> str:
+    """Return the signs after the name of a stage, which the legend explains."""
+    mark = ""
+    if stage.opened:
+        mark += "*"
+    if stage.shape_only:
+        mark += "°"
+    return mark
 
 
 def _moved(tensor: Stage | OpLine) -> str:
@@ -265,18 +374,27 @@ def _ops(ops: tuple[OpLine, ...]) -> Table:
     return table(ops, columns)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call with the number of its step; the first is the prompt."""
+
+    step: str
+    numbers: Step
+
+
 def _steps(steps: tuple[Step, ...]) -> Table:
     columns = [
-        Column("step", lambda row: row[0] or "prompt", tone="strong"),
-        Column("queries", lambda row: row[1].queries, "right"),
-        Column("past", lambda row: row[1].past, "right"),
-        Column("new", lambda row: row[1].new, "right"),
-        Column("positions", lambda row: _positions(row[1]), "right", optional=True),
-        Column("scores", lambda row: text.shape(row[1].scores), tone="shape"),
-        Column("cache", lambda row: text.byte_size(row[1].cache_bytes), "right", drop=1),
-        Column("FLOPs", lambda row: text.flops(row[1].flops), "right", "muted", drop=2),
+        Column("step", lambda call: call.step, tone="strong"),
+        Column("queries", lambda call: call.numbers.queries, "right"),
+        Column("past", lambda call: call.numbers.past, "right"),
+        Column("new", lambda call: call.numbers.new, "right"),
+        Column("positions", lambda call: _positions(call.numbers), "right", optional=True),
+        Column("scores", lambda call: text.shape(call.numbers.scores), tone="shape"),
+        Column("cache", lambda call: text.byte_size(call.numbers.cache_bytes), "right", drop=1),
+        Column("FLOPs", lambda call: text.flops(call.numbers.flops), "right", "muted", drop=2),
     ]
-    return table(enumerate(steps), columns)
+    calls = [_Call(str(place) if place else "prompt", step) for place, step in enumerate(steps)]
+    return table(calls, columns)
 
 
 def _positions(step: Step) -> str:
@@ -288,22 +406,33 @@ def _positions(step: Step) -> str:
 
 def _decode(proof: DecodeProof) -> Paragraph:
     """Return the sentence on whether every call equals one forward over all tokens."""
-    one = f"one forward over all {proof.tokens} tokens"
+    forward = f"one forward over all {proof.tokens} tokens"
     if proof.verdict is None or proof.max_abs_difference is None:
-        return Paragraph(f"The steps were not compared with {one}: {proof.note}.", "muted")
-    verdict = {"same": "every call equals", "differs": "a call DIFFERS from"}.get(
-        proof.verdict, "a call may differ from"
-    )
-    sentence = f"The last position of {verdict} that of {one}{_measured(proof)}"
+        return Paragraph(f"The steps were not compared with {forward}: {proof.note}.", "muted")
+    relation, tone = _TONE_OF_DECODE.get(proof.verdict, ("a call may differ from", "warn"))
+    sentence = f"The last position of {relation} that of {forward}{_measured(proof)}"
     if proof.reason:
-        sentence = " ".join(filter(None, (f"{sentence}.", proof.reason, proof.fix)))
-    return Paragraph(sentence, "good" if proof.verdict == "same" else "bad" if proof.verdict == "differs" else "warn")
+        sentence = f"{sentence}. {proof.reason}"
+        if proof.fix:
+            sentence = f"{sentence} {proof.fix}"
+    return Paragraph(sentence, tone)
+
+
+_TONE_OF_DECODE: dict[str, tuple[str, Tone]] = {
+    "same": ("every call equals", "good"),
+    "differs": ("a call DIFFERS from", "bad"),
+}
+"""How the calls relate to one forward, and the tone in which it is said, by verdict."""
 
 
 def _measured(proof: Proof | DecodeProof) -> str:
-    numbers = {"difference": proof.max_abs_difference, "rounding error": proof.noise_floor}
-    said = ", ".join(f"{name} {text.small(number)}" for name, number in numbers.items() if number is not None)
-    return f": {said}" if said else ""
+    """Return the numbers of a proof: `: difference 1.2e-07, rounding error 2.4e-07`; empty if it has none."""
+    numbers = []
+    if proof.max_abs_difference is not None:
+        numbers.append(f"difference {text.small(proof.max_abs_difference)}")
+    if proof.noise_floor is not None:
+        numbers.append(f"rounding error {text.small(proof.noise_floor)}")
+    return f": {', '.join(numbers)}" if numbers else ""
 
 
 def _closing(trace: Trace) -> Paragraph:
@@ -324,14 +453,16 @@ def _proof(proof: Proof) -> Paragraph:
     """Return the sentence on whether the shown stages, or the outputs of the ranks, are what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
     of_ranks = proof.of == "ranks"
+    whole = "whole module" if of_ranks else "kernel"
     if proof.agrees is None:
-        ours, theirs = ("ranks", "whole module") if of_ranks else ("opened stages", "kernel")
-        return Paragraph(f"The {ours} were not compared with the {theirs}{note}.", "muted")
+        parts = "ranks" if of_ranks else "opened stages"
+        return Paragraph(f"The {parts} were not compared with the {whole}{note}.", "muted")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
-    verdict = f"{'agree with' if proof.agrees else 'DIFFER from'} the {'whole module' if of_ranks else 'kernel'}"
-    shown = "The outputs of all ranks" if of_ranks else "Opened stages"
-    return Paragraph(f"{shown} {verdict}{_measured(proof)}{note}", "good" if proof.agrees else "bad")
+    parts = "The outputs of all ranks" if of_ranks else "Opened stages"
+    if proof.agrees:
+        return Paragraph(f"{parts} agree with the {whole}{_measured(proof)}{note}", "good")
+    return Paragraph(f"{parts} DIFFER from the {whole}{_measured(proof)}{note}", "bad")
 
 
 # -- a forward that failed: what was completed, then the failure, then why --------------------------------------------
@@ -340,55 +471,70 @@ def _proof(proof: Proof) -> Paragraph:
 def _failure(failure: Failure, dtype: str, *, with_ops: bool) -> Iterator[Section]:
     """Yield the completed stages, the last operations if asked for, the failure, and the cause if one was found."""
     if failure.completed:
-        columns = [
-            Column("stage", lambda stage: stage.name, tone="strong", optional=True),
-            Column("called", lambda stage: stage.variable, optional=True),
-            SHAPE,
-            AXES,
-            dtypes(dtype),
-            Column("operation", lambda stage: stage.op, tone="muted", drop=2, optional=True),
-            Column("source", lambda stage: stage.source, tone="muted", drop=1, optional=True),
-        ]
-        yield section("completed before the failure", table(failure.completed, columns))
+        yield section("completed before the failure", _completed(failure.completed, dtype))
     if with_ops and failure.last_ops:
-        columns = [
-            Column("#", lambda op: op.index, "right", "muted"),
-            Column("operation", lambda op: op.name, tone="strong"),
-            Column("inputs", lambda op: ", ".join(map(text.shape, op.inputs)), wrap=18),
-            Column("outputs", lambda op: ", ".join(map(text.shape, op.outputs)), wrap=18, into="inputs"),
-            Column("source", lambda op: op.source, tone="muted", into="operation"),
-            Column("module", lambda op: op.module, tone="muted", drop=1, optional=True),
-        ]
         shown = len(failure.last_ops)
         detail = "" if shown == failure.num_ops else f"the last {shown} of {failure.num_ops:,}"
-        yield section("operations", table(failure.last_ops, columns), detail=detail, more="")
+        yield section("operations", _last_ops(failure.last_ops), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
         # Its sentence and its fix are the verdict.
         yield section("cause", detail=failure.cause.name.replace("_", " "))
 
 
+def _completed(stages: Iterable[ReachedStage], dtype: str) -> Table:
+    columns = [
+        Column("stage", lambda stage: stage.name, tone="strong", optional=True),
+        Column("called", lambda stage: stage.variable, optional=True),
+        SHAPE,
+        AXES,
+        dtypes(dtype),
+        Column("operation", lambda stage: stage.op, tone="muted", drop=2, optional=True),
+        Column("source", lambda stage: stage.source, tone="muted", drop=1, optional=True),
+    ]
+    return table(stages, columns)
+
+
+def _last_ops(ops: Iterable[ReachedOp]) -> Table:
+    columns = [
+        Column("#", lambda op: op.index, "right", "muted"),
+        Column("operation", lambda op: op.name, tone="strong"),
+        Column("inputs", lambda op: ", ".join(map(text.shape, op.inputs)), wrap=18),
+        Column("outputs", lambda op: ", ".join(map(text.shape, op.outputs)), wrap=18, into="inputs"),
+        Column("source", lambda op: op.source, tone="muted", into="operation"),
+        Column("module", lambda op: op.module, tone="muted", drop=1, optional=True),
+    ]
+    return table(ops, columns)
+
+
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
+    """Yield the call that failed with its message, its operands, and what is wrong with their shapes."""
     items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
     items += [("message", line) for line in failure.message.splitlines()]
     yield facts(*((label, text) for label, text in items if text))
     if failure.operands:
-
-        def odd(value: str, usual: str) -> Cell:
-            return Cell(value, "" if value == usual else "warn")
-
-        columns = [
-            Column("given", lambda operand: operand.name, tone="strong"),
-            Column("as", lambda operand: "" if operand.role == operand.name else operand.role, optional=True),
-            SHAPE,
-            AXES,
-            Column("dtype", lambda operand: odd(operand.dtype, dtype)),
-            Column("device", lambda operand: odd(operand.device, failure.operands[0].device)),
-        ]
-        yield table(failure.operands, columns)
+        yield _operands(failure.operands, dtype)
     if failure.clash:
         yield Paragraph(failure.clash, "warn")
     if failure.cause is None:
         yield Paragraph("No cause found; the values involved are above.", "muted")
     if failure.note:
         yield facts(("note", failure.note))
+
+
+def _operands(operands: Sequence[FailedOperand], dtype: str) -> Table:
+    """Return the operands of the call; a dtype or a device that differs from the usual one stands out."""
+    device = operands[0].device
+
+    def marked(value: str, usual: str) -> Cell:
+        return Cell(value) if value == usual else Cell(value, "warn")
+
+    columns = [
+        Column("given", lambda operand: operand.name, tone="strong"),
+        Column("as", lambda operand: "" if operand.role == operand.name else operand.role, optional=True),
+        SHAPE,
+        AXES,
+        Column("dtype", lambda operand: marked(operand.dtype, dtype)),
+        Column("device", lambda operand: marked(operand.device, device)),
+    ]
+    return table(operands, columns)

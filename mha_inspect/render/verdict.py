@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import text
@@ -25,6 +25,11 @@ class _Fault:
     """The name of the check that found it; empty if none did."""
     source: str = ""
 
+    @classmethod
+    def of(cls, finding: Finding) -> _Fault:
+        """Return the problem or suspicion of a finding."""
+        return cls(finding.sentence.removesuffix("."), finding.check, finding.source)
+
     @property
     def whole(self) -> str:
         """The sentence with its line."""
@@ -39,6 +44,9 @@ class _Fault:
         return f"{words} ({self.source})" if self.source else words
 
 
+_TONE_OF_OUTCOME: dict[str, Tone] = {"same": "good", "differs": "bad"}
+
+
 def verdict_of(report: Report) -> Paragraph | None:
     """Return the verdict of a report; None for a report that judges nothing, e.g. of parameters."""
     if isinstance(report, Trace):
@@ -46,8 +54,7 @@ def verdict_of(report: Report) -> Paragraph | None:
     if isinstance(report, CheckReport):
         return _of_check(report)
     if isinstance(report, (DiffReport, CheckpointDiffReport)):
-        tones: dict[str, Tone] = {"same": "good", "differs": "bad"}
-        return Paragraph(report.answer[0], tones.get(report.outcome, "warn"))
+        return Paragraph(report.answer[0], _TONE_OF_OUTCOME.get(report.outcome, "warn"))
     if isinstance(report, CompareHeadsReport):
         return Paragraph(report.answer[0], "strong")
     return None
@@ -59,40 +66,58 @@ def verdict_of(report: Report) -> Paragraph | None:
 def _of_trace(trace: Trace) -> Paragraph:
     if trace.failure is not None:
         return Paragraph(_failed(trace.failure), "bad")
-    problems = [_problem(finding) for finding in trace.findings if finding.sure]
-    if trace.proof.agrees is False:
-        kind = "outputs of the ranks" if trace.proof.of == "ranks" else "opened stages"
-        other = "whole module" if trace.proof.of == "ranks" else "kernel"
-        problems.append(_Fault(f"the {kind} differ from those of the {other}"))
-    if trace.decode is not None and trace.decode.verdict == "differs":
-        problems.append(_Fault(f"a call differs from one forward over all {trace.decode.tokens} tokens"))
-    suspicions = [_problem(finding) for finding in trace.findings if not finding.sure]
+    problems = [*_problems(trace.findings), *_disagreements(trace)]
+    suspicions = _suspicions(trace.findings)
     if problems or suspicions:
         return _counted(problems, suspicions)
-    if not trace.attentions and trace.path.not_opened:
+    if trace.attentions:
+        return _of_right_trace(trace)
+    if trace.path.not_opened:
         return Paragraph("no attention found: a fused kernel of this run was not opened", "warn")
-    if not trace.attentions:
-        return Paragraph("no attention in this run: nothing here computes softmax(QKᵀ)V", "warn")
-    what = _attentions(trace.attentions)
+    return Paragraph("no attention in this run: nothing here computes softmax(QKᵀ)V", "warn")
+
+
+def _disagreements(trace: Trace) -> Iterator[_Fault]:
+    """Yield the two comparisons of a trace with another run that may fail: the proof, and a cache against none."""
+    if trace.proof.agrees is False:
+        if trace.proof.of == "ranks":
+            yield _Fault("the outputs of the ranks differ from those of the whole module")
+        else:
+            yield _Fault("the opened stages differ from those of the kernel")
+    if trace.decode is not None and trace.decode.verdict == "differs":
+        yield _Fault(f"a call differs from one forward over all {trace.decode.tokens} tokens")
+
+
+def _of_right_trace(trace: Trace) -> Paragraph:
+    """Return the strongest statement on a run in which nothing is wrong."""
+    attentions = _attentions(trace.attentions)
     if trace.decode is not None and trace.decode.verdict == "same":
-        return Paragraph(f"every call equals one forward over all {trace.decode.tokens} tokens: {what}", "good")
+        return Paragraph(f"every call equals one forward over all {trace.decode.tokens} tokens: {attentions}", "good")
     if trace.proof.of == "ranks" and trace.proof.agrees:
-        return Paragraph(f"the ranks agree with the whole module: {what}", "good")
+        return Paragraph(f"the ranks agree with the whole module: {attentions}", "good")
     if trace.unjudged is not None:
-        return Paragraph(f"ran, not judged: {what}; {trace.unjudged}")
-    return Paragraph(f"nothing wrong in this run: {what}", "good")
+        return Paragraph(f"ran, not judged: {attentions}; {trace.unjudged}")
+    return Paragraph(f"nothing wrong in this run: {attentions}", "good")
 
 
 def _failed(failure: Failure) -> str:
     """Return where a forward raised, why, and the fix, e.g. `failed at attention.py:38: … Fix: k.mT`."""
-    at = f"failed at {failure.source}" if failure.source else "failed"
+    place = f"failed at {failure.source}" if failure.source else "failed"
     if failure.cause is None:
-        own = failure.message.partition(chr(10))[0]
-        if failure.error == "AssertionError" and own and failure.clash:
-            return f"{at}: {own.rstrip('.')}: {failure.clash}"  # the words of the author come first
-        return f"{at}: {failure.clash or own or failure.error}"
-    fix = f" Fix: {failure.cause.fix}" if failure.cause.fix else ""
-    return f"{at}: {failure.cause.explanation}{fix}"
+        return f"{place}: {_reason(failure)}"
+    if failure.cause.fix:
+        return f"{place}: {failure.cause.explanation} Fix: {failure.cause.fix}"
+    return f"{place}: {failure.cause.explanation}"
+
+
+def _reason(failure: Failure) -> str:
+    """Return why a forward without a cause raised: the shapes that clash, else the first line of its error."""
+    message, _, _ = failure.message.partition("\n")
+    if failure.clash:
+        # In an assert, the words of the author come first.
+        is_assert = failure.error == "AssertionError"
+        return f"{message.rstrip('.')}: {failure.clash}" if is_assert and message else failure.clash
+    return message or failure.error
 
 
 def _attentions(attentions: Sequence[AttentionReport]) -> str:
@@ -103,19 +128,23 @@ def _attentions(attentions: Sequence[AttentionReport]) -> str:
 
 
 def _sizes(attention: AttentionReport) -> str:
+    """Return the sizes of an attention: `8 heads over 2 of 64, causal, window 4`."""
     heads = text.plural(attention.num_heads, "head")
-    shared = f" over {attention.num_kv_heads}" if attention.num_kv_heads != attention.num_heads else ""
-    causal = ", causal" if "causal" in attention.kind else ""
-    window = "" if attention.window is None else f", window {attention.window}"
-    return f"{heads}{shared} of {attention.head_dim}{causal}{window}"
+    if attention.num_kv_heads != attention.num_heads:
+        heads += f" over {attention.num_kv_heads}"
+    sizes = [f"{heads} of {attention.head_dim}"]
+    if "causal" in attention.kind:
+        sizes.append("causal")
+    if attention.window is not None:
+        sizes.append(f"window {attention.window}")
+    return ", ".join(sizes)
 
 
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
 def _of_check(report: CheckReport) -> Paragraph:
-    problems = [_problem(finding) for finding in report.findings if finding.sure]
-    suspicions = [_problem(finding) for finding in report.findings if not finding.sure]
+    problems, suspicions = _problems(report.findings), _suspicions(report.findings)
     if problems or suspicions:
         return _counted(problems, suspicions)
     passed = f"{text.plural(len(report.held), 'check')} passed, {len(report.left_out)} skipped"
@@ -124,8 +153,12 @@ def _of_check(report: CheckReport) -> Paragraph:
     return Paragraph(f"nothing wrong in {text.plural(report.runs, 'run')}: {passed}", "good")
 
 
-def _problem(finding: Finding) -> _Fault:
-    return _Fault(finding.sentence.removesuffix("."), finding.check, finding.source)
+def _problems(findings: Sequence[Finding]) -> list[_Fault]:
+    return [_Fault.of(finding) for finding in findings if finding.sure]
+
+
+def _suspicions(findings: Sequence[Finding]) -> list[_Fault]:
+    return [_Fault.of(finding) for finding in findings if not finding.sure]
 
 
 def _counted(problems: Sequence[_Fault], suspicions: Sequence[_Fault]) -> Paragraph:
@@ -133,8 +166,13 @@ def _counted(problems: Sequence[_Fault], suspicions: Sequence[_Fault]) -> Paragr
 
     E.g. `2 problems, 1 suspicion: The softmax runs over the queries (model.py:8); also heads (model.py:9), scale`.
     """
-    counts = [text.plural(len(problems), "problem")] if problems else []
-    counts += [text.plural(len(suspicions), "suspicion")] if suspicions else []
-    first, *others = [*problems, *suspicions]
-    also = f"; also {', '.join(other.short for other in others)}" if others else ""
-    return Paragraph(f"{', '.join(counts)}: {first.whole}{also}", "bad" if problems else "warn")
+    counts = []
+    if problems:
+        counts.append(text.plural(len(problems), "problem"))
+    if suspicions:
+        counts.append(text.plural(len(suspicions), "suspicion"))
+    first, *rest = [*problems, *suspicions]
+    sentence = f"{', '.join(counts)}: {first.whole}"
+    if rest:
+        sentence += f"; also {', '.join(fault.short for fault in rest)}"
+    return Paragraph(sentence, "bad" if problems else "warn")

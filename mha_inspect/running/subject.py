@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..record.arguments import (
     tensors_in,
     with_copies,
 )
-from ..record.ops import Recording
+from ..record.ops import Recording, TensorRef
 from ..record.ranks import local, needs_ranks, wait, wraps
 from ..record.tensors import unshared
 from ..record.xray import XRay
@@ -77,7 +78,8 @@ def run_and_record(
 
     An exception that is no `Exception`, e.g. an interrupt, is raised.
     """
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep or tables, room=room, tables=tables)
+    root = module if isinstance(module, nn.Module) else None
+    recorder = XRay(root, keep=keep or tables, room=room, tables=tables)
     recorder.opens_compiled = True
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:
@@ -94,11 +96,17 @@ def run_and_record(
 def keep_stages(run: Run) -> None:
     """Keep only the tensors of stages in the recording, each turn of a loop included, in memory of their own."""
     values = run.recording.values
-    turns = [turn.stages for attention, _ in run.attentions for turn in (attention, *attention.branches)]
-    stages = tuple({stage: values[tensor.id] for stage, tensor in turn.items()} for turn in turns)
+    turns: list[Mapping[str, TensorRef]] = []
+    for attention, _ in run.attentions:
+        turns.append(attention.stages)
+        turns += [branch.stages for branch in attention.branches]
+    contents = []
+    for stages in turns:
+        contents.append({stage: values[tensor.id] for stage, tensor in stages.items()})
     values.clear()
-    for turn, tensors in zip(turns, unshared(stages), strict=True):
-        values.update({turn[stage].id: tensor for stage, tensor in tensors.items()})
+    for stages, tensors in zip(turns, unshared(tuple(contents)), strict=True):
+        for stage, tensor in tensors.items():
+            values[stages[stage].id] = tensor
 
 
 @dataclass(frozen=True)
@@ -176,16 +184,21 @@ class Subject:
     @property
     def elements(self) -> int:
         """Number of elements in all arguments."""
-        return sum({id(t): t.numel() for _, t in tensors_in((self.args, self.kwargs))}.values())
+        sizes = {id(tensor): tensor.numel() for _, tensor in tensors_in((self.args, self.kwargs))}
+        return sum(sizes.values())
 
     def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
         """Return the inputs, parameters and buffers in a recording of it, detached, by tensor id."""
-        given = dict(tensors_in(argument_names(self.module, self.args, self.kwargs)))
+        arguments = dict(tensors_in(argument_names(self.module, self.args, self.kwargs)))
         tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
-        of_module = (*recording.buffers, *recording.parameters)
-        leaves = {named.tensor.id: tensors[named.name] for named in of_module if named.name in tensors}
-        leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
-        return {number: local(tensor).detach() for number, tensor in leaves.items()}
+        leaves = {}
+        for named in (*recording.buffers, *recording.parameters):
+            if named.name in tensors:
+                leaves[named.tensor.id] = local(tensors[named.name]).detach()
+        for named in recording.inputs:
+            if named.name in arguments:
+                leaves[named.tensor.id] = local(arguments[named.name]).detach()
+        return leaves
 
     def recorded(self, *, keep: bool = False, tables: bool = False) -> Run:
         """Run it once, record it and open its fused kernels; with `keep` keep the tensors. Raise the run's error.
@@ -210,10 +223,10 @@ class Subject:
     def settings(self) -> Iterator[None]:
         """Set gradients, seed and replaced parameters for the body, and restore all of them."""
         with ExitStack() as stack:
-            for part in self.module.modules() if self.instead else ():
-                parameters: dict[str, Any] = part._parameters
-                stack.callback(parameters.update, dict(parameters))
-                parameters.update({name: self.instead.get(id(tensor), tensor) for name, tensor in parameters.items()})
+            if self.instead:
+                for part in self.module.modules():
+                    stack.callback(part._parameters.update, dict(part._parameters))
+                    self._replace_parameters(part._parameters)
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:
@@ -222,6 +235,10 @@ class Subject:
                 stack.callback(np.random.set_state, np.random.get_state())
                 seed_everything(self.seed)
             yield
+
+    def _replace_parameters(self, parameters: dict[str, Any]) -> None:
+        for name, tensor in parameters.items():
+            parameters[name] = self.instead.get(id(tensor), tensor)
 
     def wider_run(self, run: Run) -> Run | None:
         """Run it with no size of 1, given an opened run with such a size; None if this fails or costs too much.
@@ -232,11 +249,13 @@ class Subject:
             return None
         if self.without_ones is not None:
             return self._run_wider(run, self.without_ones)
-        places = self._places_of_one()
-        if not places or not run.attentions:
+        if not run.attentions:
             return None
-        tries = (self._run_wider(run, partial(self._repeated, each)) for each in places)
-        return next(filter(None, tries), None)
+        for dims in self._dims_of_one():
+            wider = self._run_wider(run, partial(self._repeated, dims))
+            if wider is not None:
+                return wider
+        return None
 
     def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
         """Run the subject that `make` builds of a copy of the module; None if this fails or costs too much."""
@@ -253,30 +272,32 @@ class Subject:
         except Exception:  # user code may raise anything at sizes that nobody asked for
             return None
 
-    def _places_of_one(self) -> list[tuple[int, ...]]:
+    def _dims_of_one(self) -> list[tuple[int, ...]]:
         """Return which of the first two dimensions to enlarge: all with an argument of size 1, then each alone.
 
         Empty if no size is 1, or if a run may change an argument that cannot be copied.
         """
         values: list[Any] = []
         changed((self.args, self.kwargs), values.append)
-        if not all(isinstance(value, (torch.Tensor, *PLAIN)) or value in ((), [], {}) for value in values):
+        if not all(map(_can_be_repeated, values)):
             return []
-        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dtype != torch.bool]
-        # Only batched features and tokens count: without a batch the dimensions of a mask are ambiguous.
-        shapes = [value.shape for value in tensors if value.dim() == (3 if value.is_floating_point() else 2)]
-        places = [place for place in (0, 1) if any(shape[place] == 1 for shape in shapes)]
-        return [tuple(places), *((place,) for place in places if len(places) > 1)] if places else []
+        dims: set[int] = set()
+        for value in values:
+            if isinstance(value, torch.Tensor) and _is_batched(value):
+                dims.update(dim for dim in (0, 1) if value.shape[dim] == 1)
+        if len(dims) == 2:
+            return [(0, 1), (0,), (1,)]
+        return [(dim,) for dim in dims]
 
-    def _repeated(self, places: tuple[int, ...], module: nn.Module) -> Subject:
+    def _repeated(self, dims: tuple[int, ...], module: nn.Module) -> Subject:
         """Return this call of a module with every argument repeated along these dimensions if its size there is 1."""
 
         def repeated(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            for place in places:
-                if value.dim() > max(place, 1) and value.shape[place] == 1:
-                    value = value.repeat_interleave(2 + place, place)
+            for dim in dims:
+                if value.dim() > max(dim, 1) and value.shape[dim] == 1:
+                    value = value.repeat_interleave(2 + dim, dim)
             return value.detach().clone()
 
         args, kwargs = changed((self.args, self.kwargs), repeated)
@@ -288,10 +309,11 @@ class Subject:
         The copy is on the CPU if the device lacks the dtype. Raise any error of copying the module.
         """
         arguments = self.args, self.kwargs
-        on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments)) and dtype == torch.float64
-        module = cast_module(copy_module(self.module), dtype, "cpu" if on_cpu else None)
-        device = next((p.device for p in module.parameters() if p.device.type == "cpu"), None)
-        args, kwargs = cast_tensors(arguments, dtype, device)
+        is_on_mps = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments))
+        lacks_dtype = is_on_mps and dtype == torch.float64
+        module = cast_module(copy_module(self.module), dtype, "cpu" if lacks_dtype else None)
+        is_on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters())
+        args, kwargs = cast_tensors(arguments, dtype, "cpu" if is_on_cpu else None)
         return replace(self, module=module, args=args, kwargs=kwargs, grad=False)
 
     def shaken(self) -> Subject:
@@ -330,19 +352,23 @@ class Subject:
         subject = self.fresh()
         with ExitStack() as stack:
             state = subject.state()
-            # A kept tensor may be a view of a copy's buffer, so that buffer stays as the run leaves it.
-            stack.callback((state if subject.module is self.module else replace(state, contents=[])).restore)
+            if subject.module is not self.module:
+                # A kept tensor may be a view of a copy's buffer, so that buffer stays as the run leaves it.
+                state = replace(state, contents=[])
+            stack.callback(state.restore)
             yield subject
 
     def state(self) -> State:
         """Return everything that a run may change, as it is now."""
-        return State(
-            torch.get_rng_state(),
-            {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
-            [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
-            [content for part in self.module.modules() for content in _contents(part)],
-            [(part, part.training) for part in self.module.modules()],
-        )
+        cpu = torch.get_rng_state()
+        gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()}
+        contents = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        attributes: list[tuple[Any, Any]] = []
+        modes = []
+        for part in self.module.modules():
+            attributes += _contents(part)
+            modes.append((part, part.training))
+        return State(cpu, gpus, contents, attributes, modes)
 
     @contextmanager
     def replaying(self, state: State) -> Iterator[None]:
@@ -356,8 +382,21 @@ class Subject:
 
     def _gpus(self) -> list[int]:
         """CUDA devices whose generators a run may draw from."""
-        tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
-        return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+        arguments = (tensor for _, tensor in tensors_in((self.args, self.kwargs)))
+        devices = {tensor.device for tensor in chain(self.module.parameters(), arguments)}
+        return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+
+
+def _can_be_repeated(value: Any) -> bool:
+    """Return whether an argument is a tensor, or has nothing that a run may change: a number, or an empty list."""
+    return isinstance(value, (torch.Tensor, *PLAIN)) or value in ((), [], {})
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is batched features or tokens: without a batch the dimensions of a mask are ambiguous."""
+    if tensor.dtype == torch.bool:
+        return False
+    return tensor.dim() == (3 if tensor.is_floating_point() else 2)
 
 
 def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -374,9 +413,7 @@ def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 def _put_back(now: Any, before: Any) -> None:
     """Restore a list, dict or set. An unchanged one is not written: another thread may be reading it."""
     if isinstance(now, dict):
-        for name in [name for name in now if name not in before]:
-            del now[name]
-        now.update({name: value for name, value in before.items() if name not in now or now[name] is not value})
+        _put_back_dict(now, before)
     elif isinstance(now, list) and [*map(id, now)] != [*map(id, before)]:
         now[:] = before
     elif isinstance(now, set) and {*map(id, now)} != {*map(id, before)}:
@@ -384,12 +421,24 @@ def _put_back(now: Any, before: Any) -> None:
         now.update(before)
 
 
+def _put_back_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for name in list(now):
+        if name not in before:
+            del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
+
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def seed_everything(seed: int) -> None:
     """Seed every generator that a module may draw from: torch's, Python's and numpy's."""
-    # torch.manual_seed stores a stack trace for every device without a context: a tenth of the time of a check.
-    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed stores a stack trace for every device without a context: a tenth of the time of a check.
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
