@@ -21,7 +21,7 @@ from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, RowO
 from ...reports.params import StoredName
 from ...text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, as_one_head, exchange_sentences, find_exchanged
-from .params import numbers_of
+from .head_numbers import numbers_of
 from .reordered import Reordered, is_reordered, order_words, reordered
 from .transposed import is_transposed
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...files.attentions import NamedAttention
 from ...files.tensors import StoredTensor
 from ...text import first_few, listed, shown
-from .params import numbers_of
+from .head_numbers import numbers_of
 
 _LETTERS = "qkv"
 
