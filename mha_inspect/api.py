@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .answers.check.intent import Intent
-from .answers.decode import with_steps
+from .answers.decode_steps import with_steps
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps

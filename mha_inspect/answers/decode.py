@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ForwardError, InputError
 from ..layers.spec import Show
 from ..naming.visibility import kinds_of
-from ..record.arguments import first_tensor, parts_of
+from ..record.arguments import first_tensor
 from ..record.rounding import beside, distances, judge, rounding_error
-from ..reports.trace import AttentionReport, DecodeProof, Position, Stage, Step, Trace
+from ..reports.trace import DecodeProof, Step, Trace
 from ..running.subject import Run, Subject
-from ..text import listed, plural, small, spans
+from ..text import listed, plural, small
 from .check.arguments import CACHES, Arguments, Source, masks_by_item, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
 from .continuation import Continued, Reason, reason_of
+from .decode_steps import cache_bytes_of, jumps, step_of
 from .ranks import require_alone
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .trace import run_of, traced
 
 _NO_CACHE = re.compile(r"mask|pos|label|target|^use_|^output_|^return_", re.IGNORECASE)
 """Optional arguments of these names do not take the cache."""
-_SCORES = ("scores", "masked_scores", "weights")
 
 
 def decoded(
@@ -45,102 +45,233 @@ def decoded(
     if a call raises; its trace has the rows of the calls before.
     """
     require_alone(subject, "--decode")
-    failed: ForwardError | InputError | None = None
-    try:
-        trace, run = _decoded(subject, show, steps, cache, positions)
-        apart = (trace.decode and trace.decode.verdict == "differs" and trace.decode.max_abs_difference) or 0.0
-        without = f"a call differs by {small(apart)}"
-    except (ForwardError, InputError) as error:
-        failed, apart = error, 1.0
-        without = "no cache is found" if isinstance(error, InputError) else "a call raises"
-    for name in Arguments(subject).positions(unset=True) if apart and positions is None else ():
-        with suppress(ForwardError, InputError):
-            again, run_again = _decoded(subject, show, steps, cache, name)
-            if again.decode is not None and again.decode.verdict == "same":
-                said = f"{name} was given and advanced: without it, {without}."
-                return replace(again, notes=(said, *again.notes)), run_again
-    if failed is not None:
-        raise failed
-    if apart and len(Arguments(subject).parameters) > 2:
+    loop = _Loop(subject, show, steps, cache, positions)
+    outcome = loop.outcome()
+    trouble = _trouble(outcome)
+    if trouble and positions is None:
+        repaired = _with_positions(loop, trouble)
+        if repaired is not None:
+            return repaired.trace, repaired.run
+    if isinstance(outcome, Exception):
+        raise outcome
+    trace = outcome.trace
+    if trouble and len(Arguments(subject).parameters) > 2:
         trace = replace(trace, notes=("If an argument takes the positions, give --positions NAME.", *trace.notes))
-    return trace, run
+    return trace, outcome.run
 
 
-def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positions: str | None) -> tuple[Trace, Run]:
-    """Return what `decoded` does, without trying further positions."""
-    rows: list[Step] = []
-    with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
-        ran = _recorded(fresh)[1]
-        whole, by_item = first_tensor(ran.returned).detach(), masks_by_item(ran)
-    with subject.apart() as fresh:
-        arguments = Arguments(fresh)
-        for name in filter(None, (cache, positions)):
-            arguments.require(name)
-        source = _source(fresh, arguments, whole, steps)
-        past, sizes, ends = None, list[int](), dict[int, Tensor]()
-        for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
-            changes = arguments.piece(source, start, stop, by_item=by_item, positions=positions)
-            if past is not None:
-                cache = cache or _cache_argument(fresh, arguments, changes, past)
-                changes |= {cache: past} if cache else {}
-            called = _with(fresh, arguments, changes)
-            where = f"Step {step} of {steps} raised: 1 token after {start}." if step else "The prompt raised."
-            with _saying(where, rows):
-                trace, run = traced(called, show, keep=True) if step == steps else _recorded(called)
-            rows.append(step_of(trace.attentions, start, continued=bool(cache and past is not None)))
-            if step and not rows[-1].past:
-                takes = listed(_may_take_cache(arguments))
-                why = f"the forward returns nothing that it takes ({takes})"
-                why = f"with {cache}, a step sees no earlier token" if cache else why
-                none = "the forward takes no cache, and keeps no earlier key. Trace it without --decode."
-                raise InputError(f"no cache was found: {f'{why}. Give --cache NAME.' if takes else none}")
-            past = second_output(run.returned)
-            sizes.append(cache_bytes_of(past))
-            ends[stop] = first_tensor(run.returned).detach().clone()  # the next call may overwrite it
-    if cache:
-        rows = [replace(row, cache_bytes=size or row.cache_bytes) for row, size in zip(rows, sizes, strict=True)]
-    proof = _proof(subject, whole, ends, run)
-    if proof.verdict == "differs" and not any("causal" in kind for kind in kinds_of(ran)):
-        note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
-        proof = DecodeProof(None, None, None, None, None, source.length, note)
-    if proof.verdict == "differs":
-        stop = _first_different(whole, ends, proof.noise_floor or 0.0)
-        with suppress(ForwardError):  # a call may raise when it is repeated
-            reason = _reason(subject, source, [0, *sorted(ends)], stop, cache, positions)
-            proof = proof if reason is None else replace(proof, reason=reason.sentence, fix=reason.fix)
-    notes = (*jumps(rows, may_drop=False), *trace.notes)
-    return replace(trace, steps=tuple(rows), decode=proof, notes=notes), run
+@dataclass(frozen=True)
+class _Decoded:
+    """The trace of the last call, with the rows of all calls, and its run."""
+
+    trace: Trace
+    run: Run
 
 
-def _first_different(whole: Tensor, ends: dict[int, Tensor], floor: float) -> int:
-    """Return the number of tokens so far in the first call whose last position differs from that of one forward."""
-    for stop in sorted(ends):
-        pair = _last_of(whole, ends[stop], stop, max(ends))
-        if pair is not None and judge(distances(*pair)[0], floor)[1] == "differs":
-            return stop
-    return max(ends)
+def _trouble(outcome: _Decoded | ForwardError | InputError) -> str:
+    """Return how the calls do not give the output of one forward: `a call differs by 0.1`; empty if they do."""
+    if isinstance(outcome, InputError):
+        return "no cache is found"
+    if isinstance(outcome, ForwardError):
+        return "a call raises"
+    proof = outcome.trace.decode
+    if proof is None or proof.verdict != "differs" or not proof.max_abs_difference:
+        return ""
+    return f"a call differs by {small(proof.max_abs_difference)}"
 
 
-def _reason(
-    subject: Subject, source: Source, places: list[int], last: int, cache: str | None, positions: str | None
-) -> Reason | None:
-    """Return what the call up to a place has unlike one forward, from a repetition of the calls; None if unknown.
-
-    Raises `ForwardError` if a call raises now.
-    """
-    with subject.apart() as fresh:
-        whole = _recorded(fresh, keep=True)[1]
-        whole, leaves = whole.beside(fresh.wider_run(whole)), fresh.leaves(whole.recording)
-    with subject.apart() as fresh:
-        arguments, past = Arguments(fresh), None
-        for start, stop in pairwise(places):
-            changes = arguments.piece(source, start, stop, by_item=masks_by_item(whole), positions=positions)
-            called = _with(fresh, arguments, changes if past is None or cache is None else {**changes, cache: past})
-            run = _recorded(called, keep=stop == last)[1]
-            if stop == last:
-                return reason_of(Continued(whole, run, start, stop, leaves, called.leaves(run.recording)))
-            past = second_output(run.returned)
+def _with_positions(loop: _Loop, trouble: str) -> _Decoded | None:
+    """Return the loop with the first argument of positions that mends its trouble; None if there is none."""
+    for name in Arguments(loop.subject).positions(unset=True):
+        outcome = replace(loop, positions=name).outcome()
+        if isinstance(outcome, Exception):
+            continue
+        trace = outcome.trace
+        if trace.decode is not None and trace.decode.verdict == "same":
+            note = f"{name} was given and advanced: without it, {trouble}."
+            return replace(outcome, trace=replace(trace, notes=(note, *trace.notes)))
     return None
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A prompt, then single tokens with a cache."""
+
+    subject: Subject
+    show: Show
+    """The content of the trace of the last call."""
+    steps: int
+    cache: str | None
+    """The argument that takes the cache; None if it is to be found."""
+    positions: str | None
+    """A further argument to advance."""
+
+    def outcome(self) -> _Decoded | ForwardError | InputError:
+        """Return the decoded trace, or the error of a call."""
+        try:
+            return self._decoded()
+        except (ForwardError, InputError) as error:
+            return error
+
+    def _decoded(self) -> _Decoded:
+        """Run one forward over all tokens and the calls, and compare them."""
+        with self.subject.apart() as fresh, _naming_call("The forward over all tokens raised.", ()):
+            whole = _Whole.of(_recorded(fresh)[1])
+        with self.subject.apart() as fresh:
+            arguments = Arguments(fresh)
+            for name in (self.cache, self.positions):
+                if name:
+                    arguments.require(name)
+            source = _source(fresh, arguments, whole.output, self.steps)
+            calls = self._run(_Pieces(fresh, arguments, source, whole.by_item, self.positions))
+        proof = self._proof(whole, source, calls)
+        notes = *jumps(calls.rows(), may_drop=False), *calls.trace.notes
+        trace = replace(calls.trace, steps=tuple(calls.rows()), decode=proof, notes=notes)
+        return _Decoded(trace, calls.run)
+
+    def _run(self, pieces: _Pieces) -> _Calls:
+        """Run each call after the other. Raises `InputError` if a call sees no key of an earlier call."""
+        cache, past = self.cache, None
+        calls: list[_Call] = []
+        for step, (start, stop) in enumerate(pairwise(self._places(pieces.source))):
+            changes = pieces.changes(start, stop)
+            if past is not None:
+                cache = cache or _cache_argument(pieces, changes, past)
+                if cache:
+                    changes[cache] = past
+            called = pieces.with_changes(changes)
+            with _naming_call(self._raised(step, start), [call.row for call in calls]):
+                trace, run = traced(called, self.show, keep=True) if step == self.steps else _recorded(called)
+            row = step_of(trace.attentions, start, continued=bool(cache) and past is not None)
+            if step and not row.past:
+                raise _no_cache(pieces.arguments, cache)
+            past = second_output(run.returned)
+            output = first_tensor(run.returned).detach().clone()  # the next call may overwrite it
+            calls.append(_Call(stop, row, cache_bytes_of(past), output))
+        return _Calls(calls, cache, trace, run)
+
+    def _places(self, source: Source) -> list[int]:
+        """Return where the calls begin and end: `[0, 5, 6, 7]` for a prompt of 5 tokens and two steps."""
+        return [0, *range(source.length - self.steps, source.length + 1)]
+
+    def _raised(self, step: int, start: int) -> str:
+        """Return the sentence on a call that raises."""
+        if step == 0:
+            return "The prompt raised."
+        return f"Step {step} of {self.steps} raised: 1 token after {start}."
+
+    # -- the proof ----------------------------------------------------------------------------------------------------
+
+    def _proof(self, whole: _Whole, source: Source, calls: _Calls) -> DecodeProof:
+        """Compare the calls with one forward; if an output differs, say why."""
+        proof = _compared(self.subject, whole.output, calls)
+        if proof.verdict != "differs":
+            return proof
+        if not any("causal" in kind for kind in kinds_of(whole.run)):
+            note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
+            return _not_compared(source.length, note)
+        stop = _first_different(whole.output, calls.outputs(), proof.noise_floor or 0.0)
+        reason = None
+        with suppress(ForwardError):  # a call may raise when it is repeated
+            reason = self._reason(source, calls.cache, stop)
+        return proof if reason is None else replace(proof, reason=reason.sentence, fix=reason.fix)
+
+    def _reason(self, source: Source, cache: str | None, last: int) -> Reason | None:
+        """Return what the call up to a place has unlike one forward, from a repetition of the calls; None if unknown.
+
+        Raises `ForwardError` if a call raises now.
+        """
+        with self.subject.apart() as fresh:
+            narrow = _recorded(fresh, keep=True)[1]
+            whole = narrow.beside(fresh.wider_run(narrow))
+            leaves = fresh.leaves(whole.recording)
+        with self.subject.apart() as fresh:
+            pieces = _Pieces(fresh, Arguments(fresh), source, masks_by_item(whole), self.positions)
+            past = None
+            for start, stop in pairwise(self._places(source)):
+                changes = pieces.changes(start, stop)
+                if past is not None and cache is not None:
+                    changes[cache] = past
+                called = pieces.with_changes(changes)
+                run = _recorded(called, keep=stop == last)[1]
+                if stop == last:
+                    return reason_of(Continued(whole, run, start, stop, leaves, called.leaves(run.recording)))
+                past = second_output(run.returned)
+        return None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """One forward over all tokens."""
+
+    run: Run
+    output: Tensor
+    by_item: Collection[str]
+    """The masks that are `batch key`."""
+
+    @classmethod
+    def of(cls, run: Run) -> _Whole:
+        return cls(run, first_tensor(run.returned).detach(), masks_by_item(run))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call that has run. The cache that it returned is not kept."""
+
+    stop: int
+    """The number of tokens so far."""
+    row: Step
+    cache_bytes: int
+    """Bytes of the cache that it returned."""
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """All calls that have run."""
+
+    calls: Sequence[_Call]
+    cache: str | None
+    """The argument that took the cache; None if the subject keeps its cache itself."""
+    trace: Trace
+    """The trace of the last call."""
+    run: Run
+    """The run of the last call."""
+
+    def rows(self) -> list[Step]:
+        """Return the row of each call, with the size of the cache that it returned."""
+        if not self.cache:
+            return [call.row for call in self.calls]
+        return [replace(call.row, cache_bytes=call.cache_bytes or call.row.cache_bytes) for call in self.calls]
+
+    def outputs(self) -> dict[int, Tensor]:
+        """Return the output of each call, by the number of tokens so far."""
+        return {call.stop: call.output for call in self.calls}
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The arguments of calls with some of the tokens."""
+
+    subject: Subject
+    arguments: Arguments
+    source: Source
+    by_item: Collection[str]
+    """The masks that are `batch key`."""
+    positions: str | None
+    """A further argument to advance."""
+
+    def changes(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the arguments of a call with the tokens from `start` to `stop`, without a cache."""
+        return self.arguments.piece(self.source, start, stop, by_item=self.by_item, positions=self.positions)
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Subject:
+        """Return the subject with changed arguments."""
+        args, kwargs = self.arguments.call(changes)
+        return replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
 
 
 def _recorded(subject: Subject, *, keep: bool = False) -> tuple[Trace, Run]:
@@ -151,21 +282,29 @@ def _recorded(subject: Subject, *, keep: bool = False) -> tuple[Trace, Run]:
     return report(run, Show(), environment=environment, layer=layer_of(subject), leaves=leaves), run
 
 
-def _with(subject: Subject, arguments: Arguments, changes: dict[str, Any]) -> Subject:
-    args, kwargs = arguments.call(changes)
-    return replace(subject, args=args, kwargs=kwargs, without_ones=None)
-
-
 def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -> Source:
     """Return the argument with the tokens. Raises `InputError` if no prompt is left beside the steps."""
     sources = sources_of(subject, arguments.values, Intent(), lambda _: whole.dim() == 2)
     length = sources[0].length if sources else 0
-    if not 0 < steps < length:
-        why = "leaves no prompt" if steps > 0 else "has no step"
-        most = f"--decode 1 to {length - 1}, or " if length > 1 else ""
-        tokens = plural(length, "token")
-        raise InputError(f"decode {steps} {why}: the input has {tokens}. Use {most}more tokens.")
-    return sources[0]
+    if 0 < steps < length:
+        return sources[0]
+    why = "leaves no prompt" if steps > 0 else "has no step"
+    most = f"--decode 1 to {length - 1}, or " if length > 1 else ""
+    tokens = plural(length, "token")
+    raise InputError(f"decode {steps} {why}: the input has {tokens}. Use {most}more tokens.")
+
+
+@contextmanager
+def _naming_call(where: str, rows: Sequence[Step]) -> Iterator[None]:
+    """Add to a `ForwardError` of the body which call raised, and the rows of the calls before."""
+    try:
+        yield
+    except ForwardError as error:
+        error.trace = replace(error.trace, notes=(where, *error.trace.notes), steps=tuple(rows) or None)
+        raise
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
 
 
 def _may_take_cache(arguments: Arguments) -> list[str]:
@@ -174,183 +313,104 @@ def _may_take_cache(arguments: Arguments) -> list[str]:
     return sorted(free, key=lambda name: CACHES.index(name) if name in CACHES else len(CACHES))
 
 
-def _cache_argument(subject: Subject, arguments: Arguments, changes: dict[str, Any], past: Any) -> str | None:
+def _cache_argument(pieces: _Pieces, changes: Mapping[str, Any], past: Any) -> str | None:
     """Return the argument that takes the cache: one of a usual name, else the first with which a step runs."""
-    for name in _may_take_cache(arguments):
+    for name in _may_take_cache(pieces.arguments):
+        if name in CACHES:
+            return name
         with suppress(Exception):  # user code may raise anything on a value that is not meant for it
-            if name not in CACHES:
-                with _with(subject, arguments, {**changes, name: past}).apart() as tried:
-                    tried.plain()
+            with pieces.with_changes({**changes, name: past}).apart() as attempt:
+                attempt.plain()
             return name
     return None
 
 
-@contextmanager
-def _saying(where: str, rows: Sequence[Step]) -> Iterator[None]:
-    """Add to a `ForwardError` of the body which call raised, and the rows of the calls before."""
-    try:
-        yield
-    except ForwardError as failed:
-        failed.trace = replace(failed.trace, notes=(where, *failed.trace.notes), steps=tuple(rows) or None)
-        raise
+def _no_cache(arguments: Arguments, cache: str | None) -> InputError:
+    """Return the error for a step that sees no earlier token, given the argument that took a cache."""
+    candidates = _may_take_cache(arguments)
+    if not candidates:
+        way_out = "the forward takes no cache, and keeps no earlier key. Trace it without --decode."
+    elif cache:
+        way_out = f"with {cache}, a step sees no earlier token. Give --cache NAME."
+    else:
+        way_out = f"the forward returns nothing that it takes ({listed(candidates)}). Give --cache NAME."
+    return InputError(f"no cache was found: {way_out}")
 
 
-def step_of(attentions: Sequence[AttentionReport], before: int, *, continued: bool = False) -> Step:
-    """Return the row of a call with these attentions, after calls with `before` tokens.
-
-    Keys beside those of its own tokens are of earlier calls if the call is `continued` or a cache is seen.
-
-    Raises `InputError` without attentions.
-    """
-    if not attentions:
-        raise InputError("no attention was found: nothing here computes softmax(QKᵀ)V. Check the target.")
-    continued = continued or any(attention.cache for attention in attentions)
-    # The scores may have a group of heads in place of the queries.
-    asked = [_size(attention, "query", ("query", "q_proj", "output", *_SCORES)) for attention in attentions]
-    queries = min(asked)
-    of_tokens = [attention for attention, number in zip(attentions, asked, strict=True) if number == queries]
-    widest = max(of_tokens, key=lambda attention: _size(attention, "key", _SCORES))
-    keys = _size(widest, "key", _SCORES)
-    rotated = _rotated(of_tokens)
-    return Step(
-        queries=queries,
-        # Empty slots of a static cache may not be known.
-        past=min(before, max(keys - queries, 0)) if continued else 0,
-        new=queries,
-        scores=next((stage.shape for stage in widest.stages if stage.name in _SCORES), ()),
-        cache_bytes=sum(map(_read_bytes, attentions)),
-        flops=sum(stage.flops for attention in attentions for stage in attention.stages),
-        query_offset=None if rotated is None else rotated.query_offset,
-        key_offset=None if rotated is None else rotated.key_offset,
-    )
+# -- the proof --------------------------------------------------------------------------------------------------------
 
 
-def _rotated(attentions: Sequence[AttentionReport]) -> Position | None:
-    """Return the rotary position of a call; None if nothing is rotated, or attentions have several."""
-    positions = [each.position for each in attentions if each.position is not None and each.position.kind == "rotary"]
-    offsets = {(position.query_offset, position.key_offset) for position in positions}
-    return positions[0] if len(offsets) == 1 else None
+@dataclass(frozen=True)
+class _SamePosition:
+    """One position in the output of one forward, and in that of a call."""
+
+    whole: Tensor
+    call: Tensor
 
 
-def jumps(steps: Sequence[Step], *, may_drop: bool) -> list[str]:
-    """Return a sentence if a call does not go on at the position after that of the call before it; else nothing.
-
-    With `may_drop`, a call may go on behind the keys that are kept: tokens that were drafted and rejected are no more.
-    """
-    for before, step in pairwise(steps):
-        expected = _next_position(before, step)
-        if expected is None or step.query_offset == expected or (may_drop and step.query_offset == step.past):
-            continue
-        return [f"The positions jump: {_positions(before)}, then {_positions(step)}; {expected} was expected."]
-    return []
-
-
-def _next_position(before: Step, step: Step) -> int | None:
-    """Return the position of the first query of a call that continues another one; None if it is unknown."""
-    if before.query_offset is None or step.query_offset is None or not step.past:
-        return None
-    if step.key_offset in (None, step.query_offset):
-        return before.query_offset + before.queries
-    return step.key_offset + step.past  # cached keys are rotated anew, by their rows
-
-
-def _positions(step: Step) -> str:
-    """Return the positions of a call as a range, `0–5`; empty if they are unknown."""
-    if step.query_offset is None:
-        return ""
-    return spans(range(step.query_offset, step.query_offset + step.queries))
-
-
-def _size(attention: AttentionReport, axis: str, names: Sequence[str]) -> int:
-    """Return the size of an axis in the first of these stages that names it; 1 if none does."""
-    stages = {stage.name: stage for stage in attention.stages}
-    named = (_sizes(stages[name]) for name in names if name in stages)
-    return next((sizes[axis] for sizes in named if axis in sizes), 1)
-
-
-def _sizes(stage: Stage) -> dict[str, int]:
-    return dict(zip(re.findall(r"\([^)]*\)|\S+", stage.axes), stage.shape, strict=False))
-
-
-def _read_bytes(attention: AttentionReport) -> int:
-    """Return the bytes of the keys and values, in as many heads as are projected."""
-    total = 0
-    for stage in attention.stages:
-        if stage.name in ("k_heads", "v_heads"):
-            sizes = _sizes(stage)
-            merged = attention.num_kv_heads if "kv_heads" in stage.axes else attention.num_heads
-            heads = sizes.get("kv_heads", sizes.get("heads", merged))
-            total += stage.nbytes * min(attention.num_kv_heads, heads) // heads
-    return total
-
-
-def cache_bytes_of(cache: Any) -> int:
-    """Return the bytes of the tensors in a cache: nested containers, or an object with them as attributes.
-
-    Counters and lengths do not count: they have fewer than two dimensions.
-    """
-    tensors, queue, seen = list[Tensor](), [cache], set[int]()
-    while queue:
-        value = queue.pop()
-        if id(value) not in seen and not isinstance(value, (nn.Module, type)):
-            seen.add(id(value))
-            tensors += [value] if isinstance(value, Tensor) else []
-            queue += [part for _, part in parts_of(value)] or getattr(value, "__dict__", {}).values()
-    return sum(tensor.nbytes for tensor in tensors if tensor.dim() > 1)
-
-
-def with_steps(trace: Trace) -> Trace:
-    """Return the trace of a block, with a row for each call if it is a loop that attends to a cache token by token."""
-    modules = [attention.module for attention in trace.attentions]
-    for size in range(1, len(modules) // 2 + 1 if trace.failure is None else 0):
-        # A call may run a module several times.
-        if modules[size:] != modules[:-size] or len(modules) % size:
-            continue
-        rows: list[Step] = []
-        for start in range(0, len(modules), size):
-            rows.append(step_of(trace.attentions[start : start + size], sum(row.new for row in rows)))
-        if all(row.queries == 1 and row.past for row in rows[1:]):
-            return replace(trace, steps=tuple(rows), notes=(*jumps(rows, may_drop=True), *trace.notes))
-    return trace
-
-
-def _proof(subject: Subject, whole: Tensor, ends: dict[int, Tensor], run: Run) -> DecodeProof:
-    """Compare the last position of each call with that of one forward; `ends` maps the tokens so far to the output."""
-    length, note = max(ends), ""
-    pairs = [pair for stop, output in ends.items() if (pair := _last_of(whole, output, stop, length)) is not None]
+def _compared(subject: Subject, whole: Tensor, calls: _Calls) -> DecodeProof:
+    """Compare the last position of each call with that of one forward."""
+    outputs = calls.outputs()
+    length = max(outputs)
     if whole.is_meta:
-        note = "device meta has shapes and no numbers"
-    elif drops_at_random(run):
-        note = "the forward draws random numbers"
-    elif not pairs:
-        note = f"a step returns {list(ends[length].shape)}, and the forward over all tokens {list(whole.shape)}"
-    if note:
-        return DecodeProof(None, None, None, None, None, length, note)
-    there, here = (torch.cat([side.flatten() for side in sides]) for sides in zip(*pairs, strict=True))
-    largest, relative = distances(there, here)
+        return _not_compared(length, "device meta has shapes and no numbers")
+    if drops_at_random(calls.run):
+        return _not_compared(length, "the forward draws random numbers")
+    last = [_last_of(whole, output, stop, length) for stop, output in outputs.items()]
+    comparable = [position for position in last if position is not None]
+    if not comparable:
+        returned = list(outputs[length].shape)
+        note = f"a step returns {returned}, and the forward over all tokens {list(whole.shape)}"
+        return _not_compared(length, note)
+    of_whole = torch.cat([position.whole.flatten() for position in comparable])
+    of_calls = torch.cat([position.call.flatten() for position in comparable])
+    largest, relative = distances(of_whole, of_calls)
     floor = rounding_of(subject, whole) if largest else None
     return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
 
 
-def _last_of(whole: Tensor, output: Tensor, stop: int, length: int) -> tuple[Tensor, Tensor] | None:
+def _not_compared(tokens: int, note: str) -> DecodeProof:
+    """Return the proof that says why nothing was compared."""
+    return DecodeProof(None, None, None, None, None, tokens, note)
+
+
+def _last_of(whole: Tensor, output: Tensor, stop: int, length: int) -> _SamePosition | None:
     """Return position `stop - 1` of an output of all tokens, and the last of an output; None if shapes differ.
 
     The prompt's other positions are not compared: at padding, they may see anything.
     """
-    for axis, size in enumerate(whole.shape if output.dim() == whole.dim() else ()):
-        if size == length and output.shape[axis]:
-            there, here = whole.narrow(axis, stop - 1, 1), output.narrow(axis, -1, 1)
-            if there.shape == here.shape:
-                return there, here
-    return (whole, output) if stop == length and whole.shape == output.shape else None
+    if output.dim() == whole.dim():
+        for axis, size in enumerate(whole.shape):
+            if size != length or not output.shape[axis]:
+                continue
+            position = _SamePosition(whole.narrow(axis, stop - 1, 1), output.narrow(axis, -1, 1))
+            if position.whole.shape == position.call.shape:
+                return position
+    if stop == length and whole.shape == output.shape:
+        return _SamePosition(whole, output)
+    return None
+
+
+def _first_different(whole: Tensor, outputs: Mapping[int, Tensor], floor: float) -> int:
+    """Return the number of tokens so far in the first call whose last position differs from that of one forward."""
+    length = max(outputs)
+    for stop in sorted(outputs):
+        position = _last_of(whole, outputs[stop], stop, length)
+        if position is None:
+            continue
+        largest, _ = distances(position.whole, position.call)
+        _, verdict = judge(largest, floor)
+        if verdict == "differs":
+            return stop
+    return length
 
 
 def rounding_of(subject: Subject, whole: Tensor, pick: Callable[[Any], Tensor] = first_tensor) -> float:
     """Return the rounding error of a result of the forward, measured against float64, or by half a digit."""
     dtype, unit = beside(whole.dtype)
-    with torch.no_grad(), subject.apart() as fresh, subject.apart() as other:
+    with torch.no_grad(), subject.apart() as fresh, subject.apart() as shaken:
         try:
             exact = measured_in(subject.name, fresh.copied, dtype, lambda copy: pick(copy.plain()))
         except InputError:
-            exact, unit = pick(other.shaken().plain()), 1.0  # a cache of the first has another dtype
+            exact, unit = pick(shaken.shaken().plain()), 1.0  # a cache of the first has another dtype
     return rounding_error(whole, exact) * unit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecordingError
+from ..graph.attention import Attention
 from ..reports.compare_heads import Focus, HeadFocus, HeadsFocus
 from .comparable_run import ComparableRun
 
@@ -28,16 +29,22 @@ def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
     for place, (attention, _) in enumerate(run.attentions):
         weights, keys = run.content(place, "weights"), run.content(place, "key")
         if weights is None:
-            raise RecordingError(
-                f"--focus: {run.label} never forms the attention weights. Remove --focus."
-                if attention.divided is not None
-                else f"--focus: an axis of the weights of {run.label} could not be named, so they cannot be split by "
-                "head. Use a different size for each axis, e.g. --batch 3 --seq-len 5, or remove --focus."
-            )
+            raise _no_weights(run.label, attention)
         focus = focus_of(weights, None if keys is None else min(keys.shape[1], weights.shape[-1]))
-        numbered = len(run.attentions) > 1
-        counts.append(replace(focus, attention=place + 1, module=attention.module) if numbered else focus)
+        if len(run.attentions) > 1:
+            focus = replace(focus, attention=place + 1, module=attention.module)
+        counts.append(focus)
     return counts
+
+
+def _no_weights(label: str, attention: Attention) -> RecordingError:
+    """Return the error for an attention without weights by head."""
+    if attention.divided is not None:
+        return RecordingError(f"--focus: {label} never forms the attention weights. Remove --focus.")
+    return RecordingError(
+        f"--focus: an axis of the weights of {label} could not be named, so they cannot be split by "
+        "head. Use a different size for each axis, e.g. --batch 3 --seq-len 5, or remove --focus."
+    )
 
 
 def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
@@ -77,23 +84,42 @@ def entropy_of(weights: Tensor) -> Tensor:
     return entropy
 
 
-def _keys(number: str) -> str:
-    return f"{number} {'key' if number == '1' else 'keys'}"
-
-
 def _answer(counts: Sequence[HeadsFocus]) -> str:
-    few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
-    fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
-    effective = [head.effective_keys for count in most for head in count.by_head]
+    """Return how many keys each head effectively attends to, with the most heads and with the fewest."""
+    few, many = min(count.num_heads for count in counts), max(count.num_heads for count in counts)
+    of_most = [count for count in counts if count.num_heads == many]
+    effective = _effective_keys(of_most)
     if not all(map(math.isfinite, effective)):
         return "Every query has all keys masked out."
-    where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
-    spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
+    where = f" in each of {len(of_most)} attentions" if len(of_most) > 1 else ""
     if many == 1:
-        return f"The single head{where} effectively attends to {_keys(spread)}."
-    text = f"With {many} heads{where}, each effectively attends to {_keys(spread)}."
+        return f"The single head{where} effectively attends to {_range_of_keys(effective)}."
+    text = f"With {many} heads{where}, each effectively attends to {_range_of_keys(effective)}."
     if few < many:
-        known = [head.effective_keys for count in fewest for head in count.by_head]
-        average = "" if len(known) == 1 else ", on average"
-        text += f" With {few} {'head' if few == 1 else 'heads'}: {_keys(f'{sum(known) / len(known):.3g}')}{average}."
+        of_fewest = [count for count in counts if count.num_heads == few]
+        text += f" With {few} {'head' if few == 1 else 'heads'}: {_average_keys(_effective_keys(of_fewest))}."
     return text
+
+
+def _effective_keys(counts: Sequence[HeadsFocus]) -> list[float]:
+    """Return the effective number of keys of every head of several attentions."""
+    numbers: list[float] = []
+    for count in counts:
+        numbers += [head.effective_keys for head in count.by_head]
+    return numbers
+
+
+def _range_of_keys(numbers: Sequence[float]) -> str:
+    """Return the smallest and the largest number: `3.2 to 5 keys`; `1 key` if they are written alike."""
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return _keys(low if low == high else f"{low} to {high}")
+
+
+def _average_keys(numbers: Sequence[float]) -> str:
+    """Return the average number: `4.5 keys, on average`, or `4.5 keys` of a single head."""
+    average = f"{sum(numbers) / len(numbers):.3g}"
+    return _keys(average) if len(numbers) == 1 else f"{_keys(average)}, on average"
+
+
+def _keys(number: str) -> str:
+    return f"{number} key" if number == "1" else f"{number} keys"

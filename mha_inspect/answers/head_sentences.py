@@ -128,44 +128,53 @@ def answer(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], *, all_
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
-    others, baseline = counts[1:], plural(counts[0].num_heads, "head")
-    if not others:
+    """Return whether the outputs of the head counts differ from that of the first, the baseline."""
+    baseline = plural(counts[0].num_heads, "head")
+    if len(counts) == 1:
         return f"Undecided: only one head count was given ({baseline}). Give two or more to compare."
     given = "the same weights and input" if same_weights else "the same input, and the same weights where shapes allow"
-    differing, unsure, rest = (
-        [count for count in others if count.verdict == verdict] for verdict in ("differs", "inconclusive", "same")
-    )
+    differing = [count for count in counts[1:] if count.verdict == "differs"]
+    unsure = [count for count in counts[1:] if count.verdict == "inconclusive"]
     if not differing and not unsure:
-        by = "bit for bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
+        by = "bit for bit" if all(count.max_abs_difference == 0 for count in counts[1:]) else "within rounding"
         return f"No: with {given}, {_heads_of(counts)} give the same output, {by}."
     if not differing:
         return f"Undecided: with {given}, the output of {_heads_of(unsure)} is within 10 times the rounding error."
     furthest = max(differing, key=lambda count: count.relative_difference)
     if not isfinite(furthest.relative_difference):
         return f"Yes: with {given}, the outputs of {_heads_of(counts)} have NaN or inf in different places."
+    times_noise = max(count.times_noise for count in differing)
     text = (
         f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}. "
         f"The difference is up to {percent(furthest.relative_difference)}, "
-        f"{multiple(max(c.times_noise for c in differing))} times the rounding error."
+        f"{multiple(times_noise)} times the rounding error."
     )
-    if rest:
-        text += f" The output of {_heads_of(rest)} is the same."
+    same = [count for count in counts[1:] if count.verdict == "same"]
+    if same:
+        text += f" The output of {_heads_of(same)} is the same."
     if unsure:
         text += f" The difference of {_heads_of(unsure)} is too small to be sure."
     return text
 
 
 def _about_parameters(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights]) -> str:
-    changed = [(count, weights) for count, weights in zip(counts, copied, strict=True) if not weights.same]
-    if not changed:
-        return f"Every head count uses the same {counts[0].numel:,} parameters, only split differently."
-    count, weights = changed[0]
-    numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
-    same = f". {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
+    """Return whether all head counts have the same parameters; if not, how the first other one changes them."""
+    for count, weights in zip(counts, copied, strict=True):
+        if not weights.same:
+            return _changed_parameters(counts, count, weights)
+    return f"Every head count uses the same {counts[0].numel:,} parameters, only split differently."
+
+
+def _changed_parameters(counts: Sequence[HeadCount], count: HeadCount, weights: CopiedWeights) -> str:
+    """Return the parameters of all head counts, and the weights that change with this one."""
+    numbers = listed([f"{column.numel:,} with {plural(column.num_heads, 'head')}" for column in counts])
+    changes = ", ".join(change.sentence for change in weights.changes[:3])
+    same = ""
+    if weights.copied:
+        same = f". {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
     return (
         f"The head count changes the parameters: {numbers}. Not all weights can be the same. "
-        f"With {plural(count.num_heads, 'head')}, {', '.join(change.sentence for change in weights.changes[:3])}"
-        f"{same if weights.copied else ''}."
+        f"With {plural(count.num_heads, 'head')}, {changes}{same}."
     )
 
 

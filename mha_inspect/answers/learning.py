@@ -66,14 +66,11 @@ class Learner:
     @classmethod
     def of(cls, num_heads: int, run: ComparableRun) -> Learner:
         """Return the learner of a run."""
-        projections = [part for weights in run.weights for part in weights.projections.values()]
-        projected = {name for part in projections for name in part.parameters}
-        named = dict(run.subject.module.named_parameters())
-        learns = all(parameter.requires_grad for parameter in named.values())
-        by_head = len(run.weights) == 1 and not run.weights[0].missing and projected == named.keys() and learns
-        nan = int(run.returned.isnan().sum())
-        why = f"{nan:,} of {run.returned.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
-        return cls(num_heads, run.subject, run.weights[0] if by_head else None, why)
+        nan = ""
+        count = int(run.returned.isnan().sum())
+        if count:
+            nan = f"{count:,} of {run.returned.numel():,} numbers of the output of {run.label} are NaN"
+        return cls(num_heads, run.subject, _weights_by_head(run), nan)
 
     @property
     def beside(self) -> tuple[torch.dtype, float]:
@@ -100,8 +97,12 @@ class Learner:
         named = dict(self.subject.module.named_parameters()) if numbers is None else numbers
         if self.weights is None:
             return {name: tensor.detach().clone() for name, tensor in named.items()}
-        places = self.weights.projections
-        return {part: as_matrix(part, places[part].read(named.__getitem__)) for part in PARTS if part in places}
+        parts = {}
+        for part in PARTS:
+            if part in self.weights.projections:
+                by_head = self.weights.projections[part].read(named.__getitem__)
+                parts[part] = as_matrix(part, by_head)
+        return parts
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -143,6 +144,19 @@ class Learner:
                 "or remove in-place changes from its forward."
             ) from None
         return float(loss.detach()), dict(zip(learns, gradients, strict=True))
+
+
+def _weights_by_head(run: ComparableRun) -> Weights | None:
+    """Return the weights of a module that is one attention, whose parameters are all its projections, and all learn."""
+    if len(run.weights) != 1 or run.weights[0].missing:
+        return None
+    projected: set[str] = set()
+    for projection in run.weights[0].projections.values():
+        projected.update(projection.parameters)
+    parameters = dict(run.subject.module.named_parameters())
+    if projected != parameters.keys() or not all(parameter.requires_grad for parameter in parameters.values()):
+        return None
+    return run.weights[0]
 
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
@@ -219,16 +233,17 @@ def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadT
     """Return a row of the report; without a comparison if the weights did not start the same."""
     trained, baseline = outcomes[0], base[0]
     parts = tuple(_part_row(learner, part, outcomes, base) for part in trained.parts)
-    known = (learner.num_heads, trained.loss, trained.last_loss, _distance(trained.parts, trained.before))
-    alike = trained.before.keys() == baseline.before.keys()
-    if not alike or any(part.verdict is None for part in parts):
-        return HeadTraining(*known, None, None, None, None, None, parts)
+    moved = _distance(trained.parts, trained.before)
+    alone = learner.num_heads, trained.loss, trained.last_loss, moved
+    has_same_parts = trained.before.keys() == baseline.before.keys()
+    if not has_same_parts or any(part.verdict is None for part in parts):
+        return HeadTraining(*alone, None, None, None, None, None, parts)
     # Each part by itself: the rounding of one part may exceed the changes of all others.
     furthest = max(parts, key=lambda part: part.times_noise or 0.0)
     movement = _distance(baseline.parts, baseline.before)
     apart = _distance(trained.parts, baseline.parts) / movement if movement else 0.0
     largest = max(part.max_abs_difference or 0.0 for part in parts)
-    return HeadTraining(*known, largest, apart, furthest.noise_floor, furthest.times_noise, furthest.verdict, parts)
+    return HeadTraining(*alone, largest, apart, furthest.noise_floor, furthest.times_noise, furthest.verdict, parts)
 
 
 def _part_row(learner: Learner, part: str, outcomes: Outcomes, base: Outcomes) -> PartTraining:
@@ -252,22 +267,28 @@ def _part_row(learner: Learner, part: str, outcomes: Outcomes, base: Outcomes) -
 
 
 def _distance(left: Parts, right: Parts) -> float:
-    return math.sqrt(sum(float((left[part].double() - right[part].double()).square().sum()) for part in left))
+    """Return the norm of the difference of all parts together."""
+    total = 0.0
+    for part in left:
+        difference = left[part].double() - right[part].double()
+        total += float(difference.square().sum())
+    return math.sqrt(total)
 
 
 def _training_answer(counts: Sequence[HeadTraining], steps: int) -> str:
-    base, others = counts[0], counts[1:]
-    if any(count.verdict is None for count in others):
+    """Return whether the head counts have different weights after the same steps; the first count is the baseline."""
+    base, compared = counts[0], counts[1:]
+    if any(count.verdict is None for count in compared):
         return "The head count changes the parameters, so weights cannot start the same: only losses can be compared."
-    differing = [count for count in others if count.verdict == "differs"]
+    differing = [count for count in compared if count.verdict == "differs"]
     if differing:
         furthest = max(differing, key=lambda count: count.apart or 0.0)
-        ours, theirs = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
+        heads, base_heads = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
         start = "The first step" if steps == 1 else "Training"
         return (
-            f"{start} gives different weights: the distance between {ours} and {theirs} is "
-            f"{percent(furthest.apart or 0.0)} of the change with {theirs}."
+            f"{start} gives different weights: the distance between {heads} and {base_heads} is "
+            f"{percent(furthest.apart or 0.0)} of the change with {base_heads}."
         )
-    if any(count.verdict == "inconclusive" for count in others):
+    if any(count.verdict == "inconclusive" for count in compared):
         return "Undecided: after the same steps, the weights differ by little more than rounding."
     return "After the same steps from the same start, the weights are the same for every head count."

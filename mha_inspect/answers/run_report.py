@@ -52,20 +52,28 @@ _PRODUCTS = ("aten.baddbmm", "aten.addmm")
 
 def path_of(run: Run) -> Path:
     """Return the kernels of a run, torch's own reason against the fast path, and the opened kernels."""
-    recording = run.recording
-    outer = [kernel for kernel in recording.kernels if kernel.within is None and not kernel.op.startswith(_PRODUCTS)]
-    refusals = dict.fromkeys(reason for reason in recording.fast_path_refusals if reason)
-    fast = any(kernel.op.startswith("aten._native_multi_head_attention") for kernel in recording.kernels)
-    if recording.fast_path_refusals and not refusals and not fast:
-        refusals[_UNSAID] = None
+    kernels = run.recording.kernels
+    outer = [kernel for kernel in kernels if kernel.within is None and not kernel.op.startswith(_PRODUCTS)]
     phrases = _phrases(run, outer)
+    opened = dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)
+    not_opened = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if not kernel.opened)
     return Path(
         plain="; ".join(phrases) or "no attention kernel",
-        reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,
-        opened=tuple(dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)),
-        not_opened=tuple(dict.fromkeys(f"{_short(k)}: {k.note}" for k in recording.kernels if not k.opened)),
+        reason="; ".join(_refusals(run)) or None,
+        opened=tuple(opened),
+        not_opened=tuple(not_opened),
         _kernels=tuple(dict.fromkeys(phrases.values())) or ("no attention kernel",),
     )
+
+
+def _refusals(run: Run) -> list[str]:
+    """Return torch's reasons against its fast path, each once, on one line."""
+    refusals = run.recording.fast_path_refusals
+    reasons = dict.fromkeys(reason for reason in refusals if reason)
+    if reasons:
+        return [" ".join(reason.split()) for reason in reasons]
+    ran_fast = any(kernel.op.startswith("aten._native_multi_head_attention") for kernel in run.recording.kernels)
+    return [_UNSAID] if refusals and not ran_fast else []
 
 
 def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
@@ -73,12 +81,16 @@ def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
     phrases = {f"{_short(kernel)} ({kernel.title})": _short(kernel) for kernel in outer}
     for attention, _ in run.attentions:
         if attention.softmax.kernel is None:
-            product, place = attention.score_product, attention.score_product.op.kernel
-            scores = product.name if place is None else run.recording.kernels[place].op.split(".")[1]
-            softmax = attention.softmax.base_name.strip("_")
-            separate = "separate operations"
-            phrases[f"{separate}: {scores}, {softmax}, {attention.value_product.name}"] = separate
+            phrases[f"separate operations: {_operations(run, attention)}"] = "separate operations"
     return phrases
+
+
+def _operations(run: Run, attention: Attention) -> str:
+    """Return the operations of an attention without a kernel: `matmul, softmax, matmul`."""
+    product, place = attention.score_product, attention.score_product.op.kernel
+    scores = product.name if place is None else run.recording.kernels[place].op.split(".")[1]
+    softmax = attention.softmax.base_name.strip("_")
+    return f"{scores}, {softmax}, {attention.value_product.name}"
 
 
 def maker_of(run: Run, tensor: TensorRef) -> OpRef | None:
@@ -98,8 +110,9 @@ def is_hidden(run: Run, stage: str, tensor: TensorRef) -> bool:
 def has_shape_only(run: Run, tensor: TensorRef) -> bool:
     """Return whether a stage has a shape only, because its kernel has too many scores to recompute."""
     op = run.recording.producer(tensor)
-    kernel = None if op is None or op.kernel is None else run.recording.kernels[op.kernel]
-    return kernel is not None and kernel.shapes_only and op is not None and not op.makes_result
+    if op is None or op.kernel is None or op.makes_result:
+        return False
+    return run.recording.kernels[op.kernel].shapes_only
 
 
 def drops_at_random(run: Run) -> bool:
@@ -111,19 +124,20 @@ def drops_at_random(run: Run) -> bool:
 def proof_of(run: Run) -> Proof:
     """Return the largest difference between the kernels' results and their recomputed steps."""
     kernels = run.recording.kernels
-    meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
-    if not kernels and not meta and run.recording.hides_compiled:
-        return Proof(None, None, None, "the operations of compiled code are not shown")
-    if not kernels and not meta:
+    is_meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
+    if not kernels and not is_meta:
+        if run.recording.hides_compiled:
+            return Proof(None, None, None, "the operations of compiled code are not shown")
         return Proof(0.0, None, True, "No fused kernels: every stage is exactly what PyTorch computed.")
-    checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
+    checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     if not checked:
-        return Proof(None, None, None, "device meta has shapes but no numbers" if meta else "; ".join(notes))
+        return Proof(None, None, None, "device meta has shapes but no numbers" if is_meta else "; ".join(notes))
     worst, kernel = max(checked, key=lambda pair: (pair[0].times, pair[0].difference))
-    if worst.verdict == "differs":
+    is_same = worst.verdict != "differs"
+    if not is_same:
         notes = {f"{_short(kernel)} differs": None, **notes}
-    return Proof(worst.difference, worst.error, worst.verdict != "differs", "; ".join(notes))
+    return Proof(worst.difference, worst.error, is_same, "; ".join(notes))
 
 
 def _short(kernel: Kernel) -> str:
@@ -132,13 +146,14 @@ def _short(kernel: Kernel) -> str:
 
 def environment_of(subject: Subject) -> Environment:
     """Return the environment of a subject's run: torch, device, dtype, seed."""
-    tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))] + list(subject.module.parameters())
-    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
+    tensors += subject.module.parameters()
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     return Environment(
-        torch.__version__,
-        str(tensors[0].device) if tensors else "cpu",
-        "" if floating is None else str(floating.dtype).removeprefix("torch."),
-        subject.seed,
+        torch=torch.__version__,
+        device=str(tensors[0].device) if tensors else "cpu",
+        dtype=str(dtypes[0]).removeprefix("torch.") if dtypes else "",
+        seed=subject.seed,
     )
 
 
@@ -160,45 +175,73 @@ def report(
     """Return a run as plain data; `proof` replaces the proof of the run's kernels."""
     axes, facts = own_axes(run), _facts_of(run, leaves or {})
     modules = [attention.module for attention, _ in run.attentions]
-    # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
-    missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
-    nested = missed and any("nested" in op.base_name for op in run.recording.ops)
+    attentions = []
+    for place, (attention, names) in enumerate(run.attentions):
+        attention_report = _attention(run, attention, names, axes.stages[place], show, facts[place])
+        if place < len(kinds):
+            attention_report = replace(attention_report, kind=kinds[place])
+        if modules.count(attention.module) > 1:
+            call = modules[: place + 1].count(attention.module)
+            attention_report = replace(attention_report, call=call)
+        attentions.append(attention_report)
     return Trace(
         environment=environment,
         layer=layer,
         path=path_of(run),
-        attentions=tuple(
-            replace(
-                _attention(run, attention, names, axes.stages[place], show, facts[place]),
-                kind=kinds[place] if place < len(kinds) else (),
-                call=modules[: place + 1].count(attention.module) if modules.count(attention.module) > 1 else None,
-            )
-            for place, (attention, names) in enumerate(run.attentions)
-        ),
+        attentions=tuple(attentions),
         returns=tuple(_returns(run, axes, show)),
         proof=proof_of(run) if proof is None else proof,
-        notes=(*((_NESTED,) if nested else ()), *run.recording.notes),
+        notes=(*_notes_on_nested(run), *run.recording.notes),
         ops=tuple(_op_lines(run, axes)) if show.ops else None,
         collectives=tuple(_collectives(run)) or None,
     )
 
 
+def _notes_on_nested(run: Run) -> Iterator[str]:
+    """Yield the sentence on nested tensors, if an attention over them may be missing."""
+    # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
+    may_be_missing = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
+    if may_be_missing and any("nested" in op.base_name for op in run.recording.ops):
+        yield _NESTED
+
+
 def _collectives(run: Run) -> Iterator[Collective]:
-    of_all = [item for attention, _ in run.attentions for item in attention.stages.items()]
-    stages = {tensor.id: stage for stage, tensor in reversed(of_all)}
-
-    def arranges(op: Op) -> bool:
-        arranges = run.graph.moves(op) or op.does("joins", "passes_on") or op.base_name == "copy_"
-        return arranges or run.graph.adds_bias(op)
-
+    """Yield the operations that exchange tensors between ranks, with the first stage that is made of the result."""
+    stages: dict[int, str] = {}
+    for attention, _ in run.attentions:
+        for stage, tensor in attention.stages.items():
+            stages.setdefault(tensor.id, stage)
     for op in run.recording.ops:
-        tensors = sorted((*op.inputs, *op.outputs), key=lambda tensor: tensor.nbytes)
-        if op.is_collective and tensors:
-            readers = (reader for tensor in op.outputs for reader, _ in run.graph.forward(tensor, arranges))
-            made = (*op.outputs, *(reader.output for reader in readers if arranges(reader)))
-            stage = next((stages[tensor.id] for tensor in made if tensor.id in stages), "")
-            name, largest = op.base_name.strip("_"), tensors[-1]
-            yield Collective(name, stage, largest.shape, largest.dtype, largest.nbytes, op.module, op.source)
+        tensors = [*op.inputs, *op.outputs]
+        if not op.is_collective or not tensors:
+            continue
+        largest = sorted(tensors, key=lambda tensor: tensor.nbytes)[-1]
+        yield Collective(
+            name=op.base_name.strip("_"),
+            stage=_stage_made_of(run, op, stages),
+            shape=largest.shape,
+            dtype=largest.dtype,
+            nbytes=largest.nbytes,
+            module=op.module,
+            source=op.source,
+        )
+
+
+def _stage_made_of(run: Run, op: Op, stages: Mapping[int, str]) -> str:
+    """Return the first stage that is a result of an operation, or its numbers arranged in another way; else empty."""
+
+    def arranges(reader: Op) -> bool:
+        moves = run.graph.moves(reader) or reader.does("joins", "passes_on") or reader.base_name == "copy_"
+        return moves or run.graph.adds_bias(reader)
+
+    for tensor in op.outputs:
+        if tensor.id in stages:
+            return stages[tensor.id]
+    for tensor in op.outputs:
+        for reader, _ in run.graph.forward(tensor, arranges):
+            if arranges(reader) and reader.output.id in stages:
+                return stages[reader.output.id]
+    return ""
 
 
 def _masked_of(run: Run, attention: Attention) -> Tensor | None:
@@ -297,102 +340,162 @@ def _content(run: Run, show: Show, tensor: TensorRef, masked: Tensor | None = No
 
 
 def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    beside = " The … depends on all scores of the same query." if weighs_by_others(graph, attention) else ""
-    parts = facts.has_other_keys()
-    number = len(attention.branches)
-    along = _along(attention, names)
-    mixed = ["scores before the softmax"] if attention.mixed_scores else []
-    mixed += [f"weights after {'it' if mixed else 'the softmax'}"] if attention.mixed_weights else []
-    sentences = {
-        without_dot(attention): True,
-        f"The weights come from the scores without a softmax.{beside}": attention.weighing,
-        "The features of a head attend to one another: the scores sum over positions, the softmax is over "
-        "features.": names.over_features,
-        "The softmax is over the queries instead of the keys: the weights of each key sum to 1.": (
-            attention.over_queries and attention.average_of_ones is None
-        ),
-        "The weights are never formed: exp(scores) is multiplied by the values, then divided by its sum.": (
-            attention.divided is not None and attention.average_of_ones is None
-        ),
-        "The weights are never formed, and do not sum to 1: exp(scores) is multiplied by the values, then divided by "
-        "something other than its sum.": attention.average_of_ones is not None,
-        "The softmax also covers scores of other keys from a second product: the stages show a part of the "
-        "attention.": parts,
-        "Several projections give the queries: query, q_proj, concat and output are those of a single one.": (
-            facts.joins_projections("q_heads")
-        ),
-        "Attention sinks are joined to the scores: they take weight and have no value.": (
-            attention.sinks is not None and not parts
-        ),
-        f"Each head combines the weights of {names.maps} softmaxes before the values.": names.maps > 1,
-        f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}.": (
-            attention.branches
-        ),
-        f"This attention is computed in {len(attention.pieces)} pieces along {along}; each stage shows all of them.": (
-            along
-        ),
-        f"This attention is computed in {len(attention.pieces)} pieces of its keys; the stages show the first.": (
-            attention.pieces and not along
-        ),
-        f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
-        "Weights are shown as softmax gives them, before dropout.": facts.drops(),
-    }
-    return tuple(sentence for sentence, applies in sentences.items() if sentence and applies)
+    """Return sentences on an attention that is unlike the textbook's, or that the stages show in part."""
+    sentences = [without_dot(attention)]
+    sentences += _notes_on_weights(graph, attention, names)
+    sentences += _notes_on_parts(attention, names, facts)
+    sentences += _notes_on_mixed_heads(attention)
+    if facts.drops():
+        sentences.append("Weights are shown as softmax gives them, before dropout.")
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _notes_on_weights(graph: Graph, attention: Attention, names: AxisNames) -> Iterator[str]:
+    """Yield sentences on how the weights come from the scores, if not by a softmax over the keys."""
+    if attention.weighing:
+        beside = " The … depends on all scores of the same query." if weighs_by_others(graph, attention) else ""
+        yield f"The weights come from the scores without a softmax.{beside}"
+    if names.over_features:
+        yield (
+            "The features of a head attend to one another: the scores sum over positions, the softmax is over features."
+        )
+    if attention.average_of_ones is not None:
+        yield (
+            "The weights are never formed, and do not sum to 1: exp(scores) is multiplied by the values, then divided "
+            "by something other than its sum."
+        )
+        return
+    if attention.over_queries:
+        yield "The softmax is over the queries instead of the keys: the weights of each key sum to 1."
+    if attention.divided is not None:
+        yield "The weights are never formed: exp(scores) is multiplied by the values, then divided by its sum."
+
+
+def _notes_on_parts(attention: Attention, names: AxisNames, facts: StageFacts) -> Iterator[str]:
+    """Yield sentences on stages that show a part of the attention, or several parts together."""
+    shows_part_of_keys = facts.has_other_keys()
+    if shows_part_of_keys:
+        yield (
+            "The softmax also covers scores of other keys from a second product: the stages show a part of the "
+            "attention."
+        )
+    if facts.joins_projections("q_heads"):
+        yield "Several projections give the queries: query, q_proj, concat and output are those of a single one."
+    if attention.sinks is not None and not shows_part_of_keys:
+        yield "Attention sinks are joined to the scores: they take weight and have no value."
+    if names.maps > 1:
+        yield f"Each head combines the weights of {names.maps} softmaxes before the values."
+    if attention.branches:
+        number = len(attention.branches)
+        yield f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}."
+    pieces, along = len(attention.pieces), _along(attention, names)
+    if along:
+        yield f"This attention is computed in {pieces} pieces along {along}; each stage shows all of them."
+    elif pieces:
+        yield f"This attention is computed in {pieces} pieces of its keys; the stages show the first."
+
+
+def _notes_on_mixed_heads(attention: Attention) -> Iterator[str]:
+    """Yield the sentence on a matrix that mixes the scores or the weights of the heads."""
+    if attention.mixed_scores and attention.mixed_weights:
+        mixed = "scores before the softmax and their weights after it"
+    elif attention.mixed_scores:
+        mixed = "scores before the softmax"
+    elif attention.mixed_weights:
+        mixed = "weights after the softmax"
+    else:
+        return
+    yield f"A matrix mixes the heads' {mixed} (talking heads)."
 
 
 def _along(attention: Attention, names: AxisNames) -> str:
     """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
     if attention.cut_place is not None:
         return " and ".join(dims_of(names.of_stage("weights"))[attention.cut_place])
-    shapes = (turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1]))
-    dims = zip(dims_of(names.of_stage("scores")), *shapes, strict=True)
-    return next((" and ".join(words) for words, *sizes in dims if len(set(sizes)) > 1), "")
+    shapes = [turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1])]
+    for words, *sizes in zip(dims_of(names.of_stage("scores")), *shapes, strict=True):
+        if len(set(sizes)) > 1:
+            return " and ".join(words)
+    return ""
 
 
 def _returns(run: Run, axes: NamedAxes, show: Show) -> Iterator[Returned]:
     """Yield the returned tensors: the output, the weights if returned, any others by their place."""
     for place, (named, pattern) in enumerate(zip(run.recording.outputs, axes.returned, strict=True)):
-        is_weights = {"query", "key"} <= set(pattern.split())
-        name = "output" if place == 0 else "weights" if is_weights else named.name
+        if place == 0:
+            name = "output"
+        elif {"query", "key"} <= {*pattern.split()}:
+            name = "weights"
+        else:
+            name = named.name
         tensor = named.tensor
         yield Returned(name, tensor.shape, pattern, tensor.dtype, **_content(run, show, tensor))
 
 
+@dataclass(frozen=True)
+class _StageOfTensor:
+    """The stage that a tensor is, and its axes."""
+
+    name: str
+    axes: str
+
+
 def _op_lines(run: Run, axes: NamedAxes) -> Iterator[OpLine]:
-    known: dict[int, tuple[str, str]] = {}
+    """Yield every operation, with the stages that it makes."""
+    stages: dict[int, _StageOfTensor] = {}
     for (attention, _), patterns in zip(run.attentions, axes.stages, strict=True):
-        for stage, tensor in attention.stages.items():
-            known.setdefault(tensor.id, (stage, patterns[stage]))
-
-    def operands(tensors: tuple[TensorRef, ...]) -> tuple[OpTensor, ...]:
-        return tuple(OpTensor(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
-
+        for name, tensor in attention.stages.items():
+            stages.setdefault(tensor.id, _StageOfTensor(name, patterns[name]))
     for op in run.recording.ops:
-        made = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
+        results = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
         yield OpLine(
             index=op.index,
             name=run.recording.name_of(op),
             module=op.module,
             source=op.source,
-            inputs=operands(op.inputs),
-            outputs=operands(op.outputs),
+            inputs=_op_tensors(op.inputs, stages),
+            outputs=_op_tensors(op.outputs, stages),
             settings=_settings(op),
-            memory="view" if op.kind == "view" else "copy" if op.kind == "copy" else "new",
-            stage=", ".join(known[number][0] for number in made if number in known),
+            memory=_memory_of(op),
+            stage=", ".join(stages[number].name for number in results if number in stages),
         )
 
 
+def _op_tensors(tensors: Sequence[TensorRef], stages: Mapping[int, _StageOfTensor]) -> tuple[OpTensor, ...]:
+    """Return tensors with the axes of those that are stages."""
+    op_tensors = []
+    for tensor in tensors:
+        axes = stages[tensor.id].axes if tensor.id in stages else ""
+        op_tensors.append(OpTensor(tensor.id, tensor.shape, tensor.dtype, axes))
+    return tuple(op_tensors)
+
+
+def _memory_of(op: Op) -> Memory:
+    """Return whether an operation views the memory of its input, copies it, or makes new elements."""
+    if op.kind == "view":
+        return "view"
+    if op.kind == "copy":
+        return "copy"
+    return "new"
+
+
 def _settings(op: Op) -> str:
-    """Return the arguments other than tensors, as Python would write them."""
+    """Return the arguments other than tensors, as Python would write them: `2, [1, 3], dim=-1`."""
+    settings = [_written(value) for value in op.args if not _has_tensor(value)]
+    settings += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _has_tensor(value)]
+    return ", ".join(settings)
 
-    def has_tensor(value: Any) -> bool:
-        return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(has_tensor, value)))
 
-    named = [("", value) for value in op.args] + [(f"{name}=", value) for name, value in op.kwargs.items()]
-    shown = (
-        (name, list(value) if isinstance(value, tuple) else value) for name, value in named if not has_tensor(value)
-    )
-    return ", ".join(f"{name}{value}" for name, value in shown)
+def _has_tensor(value: Any) -> bool:
+    """Return whether an argument is a tensor, or a tuple with one."""
+    if isinstance(value, tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, TensorRef)
+
+
+def _written(value: Any) -> str:
+    """Return an argument as text, a tuple as the list that the operation was given."""
+    return f"{list(value) if isinstance(value, tuple) else value}"
 
 
 def fate_of(weights: Tensor | None, rows: Rows) -> str:
@@ -402,10 +505,11 @@ def fate_of(weights: Tensor | None, rows: Rows) -> str:
     """
     if weights is None:
         return "numbers"
-    known = [weights[batch, :, query] for batch, query in rows if batch < len(weights) and query < weights.shape[2]]
-    if not known:
+    batches, _, queries, _ = weights.shape
+    blind = [weights[batch, :, query] for batch, query in rows if batch < batches and query < queries]
+    if not blind:
         return "numbers"
-    low, high = torch.cat(known).double().aminmax(dim=-1)
+    low, high = torch.cat(blind).double().aminmax(dim=-1)
     if bool(high.isnan().any()):
         return "NaN"
     if bool((high == 0).any()):

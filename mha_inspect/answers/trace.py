@@ -109,8 +109,11 @@ def _blind(run: Run) -> tuple[int, Visibility] | None:
     """Return the place and the visible keys of the first attention with queries that have every key masked out."""
     if all(sight.blind is None for sight in run.recording.sights.values()):
         return None
-    known = ((place, visibility(run.graph, *attention)) for place, attention in enumerate(run.attentions))
-    return next(((place, visible) for place, visible in known if visible is not None and visible.blind), None)
+    for place, attention in enumerate(run.attentions):
+        visible = visibility(run.graph, *attention)
+        if visible is not None and visible.blind:
+            return place, visible
+    return None
 
 
 def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:
@@ -133,34 +136,54 @@ def _no_second_run(subject: Subject, run: Run) -> str:
 
 def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
     """Return a sentence where the NaN of the output begins; empty without NaN."""
-    if not any(_has_nan(tensor) for _, tensor in tensors_in(run.returned)):
+    if not _any_has_nan(tensor for _, tensor in tensors_in(run.returned)):
         return ""
-    if any(_has_nan(tensor) for _, tensor in tensors_in((subject.args, subject.kwargs))):
+    if _any_has_nan(tensor for _, tensor in tensors_in((subject.args, subject.kwargs))):
         return "The output has NaN, and so has the input."
-    if any(_has_nan(tensor) for tensor in (*subject.module.parameters(), *subject.module.buffers())):
+    if _any_has_nan((*subject.module.parameters(), *subject.module.buffers())):
         return "The output has NaN, and so have parameters or buffers."
     again = _kept(subject, before, run, keep)
     if again is None:
         return f"The output has NaN. Its origin could not be determined, because {_no_second_run(subject, run)}."
-    stages = {
-        tensor.id: f"the stage {stage}" + (f" of attention {number}" if len(again.attentions) > 1 else "")
-        for number, (attention, _) in reversed([*enumerate(again.attentions, 1)])
-        for stage, tensor in attention.stages.items()
-    }
-    values = again.recording.values
-    for op in again.recording.ops:
+    first = _first_with_nan(again)
+    if first is None:
+        return "The output has NaN. Its origin could not be determined."
+    return f"The output has NaN: it first appears in {first}."
+
+
+def _first_with_nan(run: Run) -> str | None:
+    """Return the first result with NaN, and its line: `the stage scores (model.py:12)`; None if no kept one has NaN."""
+    stages = _stages_by_tensor(run)
+    values = run.recording.values
+    for op in run.recording.ops:
         for tensor in op.outputs:
             if tensor.id in values and _has_nan(values[tensor.id]):
-                what = stages.get(tensor.id, f"the result of {again.recording.name_of(op)}")
-                place = f" ({op.source})" if op.source else ""
-                return f"The output has NaN: it first appears in {what}{place}."
-    return "The output has NaN. Its origin could not be determined."
+                result = stages.get(tensor.id, f"the result of {run.recording.name_of(op)}")
+                return f"{result} ({op.source})" if op.source else result
+    return None
+
+
+def _stages_by_tensor(run: Run) -> dict[int, str]:
+    """Return the words for each tensor that is a stage: `the stage scores of attention 2`, of the first such stage."""
+    words: dict[int, str] = {}
+    for number, (attention, _) in enumerate(run.attentions, 1):
+        of_attention = f" of attention {number}" if len(run.attentions) > 1 else ""
+        stages = {tensor.id: f"the stage {stage}{of_attention}" for stage, tensor in attention.stages.items()}
+        words = {**stages, **words}
+    return words
+
+
+def _any_has_nan(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(map(_has_nan, tensors))
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
     tensor = local(tensor, filled=True)
-    known = tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
-    return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return bool(torch.isnan(tensor).any())
 
 
 def run_of(subject: Subject, show: Show, *, keep: bool, before: State, room: int | None = None) -> Run:

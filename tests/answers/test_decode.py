@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.decode import cache_bytes_of, decoded
+from mha_inspect.answers.decode import decoded
+from mha_inspect.answers.decode_steps import cache_bytes_of
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.making.target import TargetSpec, load_target

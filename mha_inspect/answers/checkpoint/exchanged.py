@@ -7,18 +7,27 @@ Each part of the left is compared with each part of the right, whatever tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...files.attentions import NamedAttention
+from ...files.attentions import NamedAttention, Role
 from ...files.tensors import StoredTensor
 from ...text import first_few, listed, shown
-from .params import numbers_of
+from .head_numbers import numbers_of
+from .two_files import AttentionPair, TwoFiles
 
 _LETTERS = "qkv"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A part on the left, and the part on the right that is equal to it: `W_k` and `W_v`."""
+
+    left: str
+    right: str
 
 
 @dataclass(frozen=True)
@@ -27,94 +36,110 @@ class Exchange:
 
     module: str
     """The path of the attention on the left."""
-    moves: tuple[tuple[str, str], ...]
-    """Pairs of a part on the left, and the part on the right that is equal to it: `("W_k", "W_v")`."""
-    names: frozenset[str]
+    moves: tuple[Move, ...]
+    left_names: frozenset[str]
     """The tensors of these parts on the left."""
-    others: frozenset[str]
+    right_names: frozenset[str]
     """The tensors of these parts on the right."""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts on the left."""
-        return tuple(part for part, _ in self.moves)
+        return tuple(move.left for move in self.moves)
 
     def words(self) -> str:
         """Return which parts are exchanged: `k and v are exchanged`."""
-        return f"{listed([part[-1] for part in self.parts])} are exchanged"
+        return f"{_letters(self.moves)} are exchanged"
 
 
-def as_one_head(attention: NamedAttention) -> NamedAttention:
-    """Return an attention with each part as one head: a comparison of whole parts needs no head count."""
-    roles = {name: replace(role, heads=role.blocks) for name, role in attention.roles.items()}
-    return replace(attention, roles=roles)
-
-
-def find_exchanged(
-    attention: NamedAttention,
-    other: NamedAttention,
-    left: Mapping[str, StoredTensor],
-    right: Mapping[str, StoredTensor],
-) -> list[Exchange]:
+def find_exchanged(pair: AttentionPair, files: TwoFiles) -> list[Exchange]:
     """Return the exchanged parts of two attentions, for their matrices and for their biases."""
-    sides = as_one_head(attention), as_one_head(other)
-    found = []
+    whole = pair.as_one_head()
+    exchanges = []
     for kind in "Wb":
         parts = [f"{kind}_{letter}" for letter in _LETTERS]
-        ours, theirs = (_numbers(side, tensors, parts) for side, tensors in zip(sides, (left, right), strict=True))
-        moves = tuple(_moves(ours, theirs))
+        left = _numbers(whole.left, files.left.tensors, parts)
+        right = _numbers(whole.right, files.right.tensors, parts)
+        moves = _moves(left, right)
         if moves:
-            moved = ({part for part, _ in moves}, {part for _, part in moves})
-            names, others = (_tensors(side, which) for side, which in zip(sides, moved, strict=True))
-            found.append(Exchange(attention.stored.module, moves, names, others))
-    return found
+            exchange = Exchange(
+                module=pair.left.stored.module,
+                moves=tuple(moves),
+                left_names=frozenset(_with_parts(whole.left, [move.left for move in moves])),
+                right_names=frozenset(_with_parts(whole.right, [move.right for move in moves])),
+            )
+            exchanges.append(exchange)
+    return exchanges
 
 
-def _numbers(attention: NamedAttention, tensors: Mapping[str, StoredTensor], parts: list[str]) -> dict[str, Tensor]:
-    """Return the numbers of these parts, with the features of the heads first."""
-    roles = {name: role for name, role in attention.roles.items() if any(piece.part in parts for piece in role.heads)}
-    return {part: numbers[0] for part, numbers in numbers_of(roles, tensors).items() if part in parts}
+def _with_parts(attention: NamedAttention, parts: Collection[str]) -> dict[str, Role]:
+    """Return the tensors that have one of these parts, with their roles."""
+    roles = {}
+    for name, role in attention.roles.items():
+        if any(piece.part in parts for piece in role.heads):
+            roles[name] = role
+    return roles
 
 
-def _tensors(attention: NamedAttention, parts: Iterable[str]) -> frozenset[str]:
-    wanted = {*parts}
-    return frozenset(
-        name for name, role in attention.roles.items() if any(piece.part in wanted for piece in role.heads)
-    )
+def _numbers(
+    attention: NamedAttention, tensors: Mapping[str, StoredTensor], parts: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the numbers of these parts, with the features of the heads first: `features embed` of a matrix."""
+    by_head = numbers_of(_with_parts(attention, parts), tensors)
+    return {part: heads[0] for part, heads in by_head.items() if part in parts}
 
 
-def _moves(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield each part that is not the same on both sides, with the part that it is, if these are the same parts."""
-    differing = [part for part in ours if part in theirs and not _is_same(ours[part], theirs[part])]
+def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move]:
+    """Return each part that is not the same on both sides, with the part that it is; empty unless all change places.
+
+    `W_q` of the left that is `W_k` of the right is an exchange only if some other part of the left is `W_q`.
+    """
+    differing = []
+    for part in left:
+        if part in right and not _is_same(left[part], right[part]):
+            differing.append(part)
     moves = []
     for part in differing:
-        equal = [other for other in differing if other != part and _is_same(ours[part], theirs[other])]
+        equal = [place for place in differing if place != part and _is_same(left[part], right[place])]
         if len(equal) == 1:
-            moves.append((part, equal[0]))
-    if {part for part, _ in moves} == {part for _, part in moves}:
-        yield from moves
+            moves.append(Move(part, equal[0]))
+    if {move.left for move in moves} != {move.right for move in moves}:
+        return []
+    return moves
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
     """Return whether two parts have the same numbers, within the rounding of the coarser dtype."""
     if left.shape != right.shape:
         return False
-    floats = [torch.finfo(side.dtype).eps for side in (left, right) if side.dtype.is_floating_point]
-    step = max(floats, default=0.0)
-    first = slice(0, 1)  # most parts differ there, and need no copy of the rest
-    if not torch.allclose(left[first].double(), right[first].double(), rtol=step, atol=0, equal_nan=True):
-        return False
+    step = max(_step(left), _step(right))
+    # Most parts differ in their first row, and need no copy of the rest.
+    return _is_close(left[:1], right[:1], step) and _is_close(left, right, step)
+
+
+def _step(numbers: Tensor) -> float:
+    """Return the relative distance of neighbouring numbers of a dtype; 0 for integers."""
+    return torch.finfo(numbers.dtype).eps if numbers.dtype.is_floating_point else 0.0
+
+
+def _is_close(left: Tensor, right: Tensor, step: float) -> bool:
     return torch.allclose(left.double(), right.double(), rtol=step, atol=0, equal_nan=True)
 
 
-def exchange_sentences(exchanged: Iterable[Exchange]) -> Iterator[str]:
+def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
     """Yield a sentence for each exchange, with the attentions that have it."""
-    modules: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for each in exchanged:
-        modules.setdefault(each.moves, []).append(each.module)
-    for moves, paths in modules.items():
-        letters = listed([part[-1] for part, _ in moves])
+    paths_by_moves: dict[tuple[Move, ...], list[str]] = {}
+    for exchange in exchanges:
+        paths_by_moves.setdefault(exchange.moves, []).append(exchange.module)
+    for moves, paths in paths_by_moves.items():
+        letters = _letters(moves)
         named = [shown(path) for path in paths if path]
         where = f" in {first_few(named, 3)}" if named else ""
-        equal = listed([f"{part} on the left is {other} on the right" for part, other in moves])
-        yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal.replace(' and ', ', and ')}."
+        equal = listed([f"{move.left} on the left is {move.right} on the right" for move in moves])
+        equal = equal.replace(" and ", ", and ")
+        yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal}."
+
+
+def _letters(moves: Iterable[Move]) -> str:
+    """Return the letters of the parts on the left: `k and v`."""
+    return listed([move.left[-1] for move in moves])

@@ -49,19 +49,32 @@ def pruned_in(
         expected: the shape of each parameter of the module.
         stored: the shape that the file has instead, of those parameters that have another there.
     """
-    shapes = {each.part: each.shape for each in projections}
-    tensors = {each.part: each.parameters for each in projections if each.part in (*_MATRICES, *_BIASES)}
-    single = [names[0] for names in tensors.values() if len(names) == 1]
-    if not {*_MATRICES} <= tensors.keys() or len({*single}) < len(tensors):
+    shapes = {projection.part: projection.shape for projection in projections}
+    if not shapes.keys() >= {*_MATRICES}:
+        return None
+    tensors = _tensor_of_each_part(projections)
+    if tensors is None:
         return None
     counts = {shapes[part][0] for part in tensors}
-    kept = {_kept(name, roles, expected, stored) for name in single}
-    if len(counts) > 1 or len(kept) > 1:
+    counts_in_file = {_kept(name, roles, expected, stored) for name in tensors.values()}
+    if len(counts) > 1 or len(counts_in_file) > 1:
         return None
-    (heads,), (count,) = counts, kept
-    if not 0 < count < heads:
+    (heads,), (kept,) = counts, counts_in_file
+    if not 0 < kept < heads:
         return None
-    return Pruned(module, tuple(single), count, heads, shapes["W_q"][1])
+    return Pruned(module, tuple(tensors.values()), kept, heads, head_dim=shapes["W_q"][1])
+
+
+def _tensor_of_each_part(projections: list[Projection]) -> dict[str, str] | None:
+    """Return the parameter of each matrix and bias by head; None unless each is a parameter of its own."""
+    tensors = {}
+    for projection in projections:
+        if projection.part in (*_MATRICES, *_BIASES):
+            if len(projection.parameters) != 1:
+                return None
+            tensors[projection.part] = projection.parameters[0]
+    are_distinct = len({*tensors.values()}) == len(tensors)
+    return tensors if are_distinct else None
 
 
 def _kept(
@@ -69,14 +82,22 @@ def _kept(
 ) -> int:
     """Return the number of heads that a tensor of a file has; 0 if its shape is not that of some heads."""
     pieces = roles[name].heads if name in roles else ()
-    if name not in stored or len(pieces) < 2 or len(stored[name]) != len(expected[name]):
+    if name not in stored or len(pieces) < 2:
         return 0
-    axis = int(len({piece.rows for piece in pieces}) == 1)
-    if any(stored[name][dim] != size for dim, size in enumerate(expected[name]) if dim != axis):
+    whole, shape = expected[name], stored[name]
+    # With the same rows for all heads, these are columns: as in W_o.
+    axis = 1 if len({piece.rows for piece in pieces}) == 1 else 0
+    if len(shape) != len(whole) or not _differs_only_in(axis, shape, whole):
         return 0
-    width, rest = divmod(expected[name][axis], len(pieces))
-    count, more = divmod(stored[name][axis], width) if width else (0, 1)
-    return 0 if rest or more else count
+    width, rest = divmod(whole[axis], len(pieces))
+    if rest or not width or shape[axis] % width:
+        return 0
+    return shape[axis] // width
+
+
+def _differs_only_in(axis: int, shape: Shape, whole: Shape) -> bool:
+    """Return whether two shapes have the same sizes in all other dimensions."""
+    return shape[:axis] == whole[:axis] and shape[axis + 1 :] == whole[axis + 1 :]
 
 
 def with_kept_heads(role: ParameterRole, pruned: Pruned) -> ParameterRole:
@@ -84,11 +105,12 @@ def with_kept_heads(role: ParameterRole, pruned: Pruned) -> ParameterRole:
     return replace(role, heads=tuple(piece for piece in role.heads if piece.head < pruned.kept))
 
 
-def pruned_notes(found: list[Pruned], label: str) -> Iterator[str]:
+def pruned_notes(attentions: list[Pruned], label: str) -> Iterator[str]:
     """Yield a sentence for each number of heads that are left, with the attentions."""
     groups: dict[tuple[int, int, int], list[str]] = {}
-    for each in found:
-        groups.setdefault((each.kept, each.heads, each.head_dim), []).append(each.module)
+    for attention in attentions:
+        sizes = attention.kept, attention.heads, attention.head_dim
+        groups.setdefault(sizes, []).append(attention.module)
     for (kept, heads, head_dim), paths in groups.items():
         named = [shown(path) for path in dict.fromkeys(paths) if path]
         where = f" in {first_few(named, 3)}" if named else ""

@@ -18,12 +18,10 @@ from ...files.attentions import NamedAttention
 from ...measure.reorder import Reordering, explain
 from ...reports.diff import RowOrder
 from ...text import percent
+from .two_files import AttentionPair, TwoFiles
 
 _APART = ("q", "k", "v")
 """The projections that one tensor may pack, in the order in which they are put together."""
-
-Read = Callable[[str], Tensor]
-"""Reads a tensor of a file by its name."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Reordered:
     """A tensor of the left, or several, and the tensor of the right that has their rows in another order."""
 
     names: tuple[str, ...]
-    other: str
+    right_name: str
     part: str
     """What both are: `W_q`, `b_qkv`."""
     order: RowOrder
@@ -39,33 +37,20 @@ class Reordered:
     """Whether most models have such an order: it shows the number of heads."""
 
 
-def reordered(
-    attention: NamedAttention, other: NamedAttention, left: Read, right: Read, same: Callable[[str, str], bool]
-) -> Iterator[Reordered]:
+def reordered(pair: AttentionPair, files: TwoFiles, is_same: Callable[[str, str], bool]) -> Iterator[Reordered]:
     """Yield the tensors of two attentions that are the same but for the order of their rows or columns.
 
-    Args:
-        attention: the attention on the left.
-        other: the attention on the right.
-        left: reads a tensor of the left.
-        right: reads a tensor of the right.
-        same: whether two tensors, by name, are known to be the same.
+    `is_same` says of two tensors, by their names on the left and on the right, that they need no comparison.
     """
-    ours, theirs = _by_part(attention), _by_part(other)
-    for part, name in ours.items():
-        if part in theirs and not same(name, theirs[part]):
-            order = _order(left(name), right(theirs[part]), (attention, other), part)
-            if order is not None:
-                yield Reordered((name,), theirs[part], part, *order)
-    for part, name in theirs.items():
-        names = tuple(ours[single] for single in _singles(part) if single in ours)
-        if part in ours or len(names) < 2 or len(names) < len(_singles(part)):
-            continue
-        parts = [left(each) for each in names]
-        if len({matrix.shape[1:] for matrix in parts}) == 1:
-            order = _order(torch.cat(parts), right(name), (attention, other), part)
-            if order is not None:
-                yield Reordered(names, name, part, *order)
+    left, right = _by_part(pair.left), _by_part(pair.right)
+    for part, name in left.items():
+        if part in right and not is_same(name, right[part]):
+            yield from _reordered((name,), right[part], part, pair, files)
+    for part, name in right.items():
+        singles = _singles(part)
+        is_packed_only_here = len(singles) > 1 and part not in left
+        if is_packed_only_here and left.keys() >= {*singles}:
+            yield from _reordered(tuple(left[single] for single in singles), name, part, pair, files)
 
 
 def _by_part(attention: NamedAttention) -> dict[str, str]:
@@ -79,50 +64,77 @@ def _singles(part: str) -> list[str]:
     return [f"{kind}_{letter}" for letter in _APART if letter in letters]
 
 
-def _sizes(attention: NamedAttention, other: NamedAttention, part: str) -> dict[str, int]:
-    """Return the sizes by which an order may be named; empty without a number of heads."""
-    known = attention.stored if attention.stored.num_heads else other.stored
-    if known.num_heads is None or known.head_dim is None:
-        return {}
-    sizes = {"heads": known.num_heads, "kv_heads": known.num_kv_heads or known.num_heads, "head_dim": known.head_dim}
-    return sizes | {"parts": max(1, len(_singles(part)))}
+def _reordered(
+    names: tuple[str, ...], right_name: str, part: str, pair: AttentionPair, files: TwoFiles
+) -> Iterator[Reordered]:
+    """Yield how a tensor of the right is a tensor of the left, or several one after the other, in another order.
 
-
-def _order(
-    left: Tensor, right: Tensor, sides: tuple[NamedAttention, NamedAttention], part: str
-) -> tuple[RowOrder, bool] | None:
-    """Return how the right tensor is the left one in another order, and whether it is a usual one.
-
-    None if it is not, or is only transposed.
+    Nothing if it is not, or is only transposed.
     """
-    attention, other = sides
-    found = explain(left, right, _sizes(attention, other, part))
-    if found is not None and found.order == tuple(range(len(found.order))) and left.numel() == right.numel():
-        return None
-    if found is not None:
-        return _described(found, left, right, swapped=False)
+    tensors = [files.left.read(name) for name in names]
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        return
+    left = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    right = files.right.read(right_name)
+    from_left = explain(left, right, _sizes(pair.left, pair.right, part))
+    if from_left is not None:
+        if _changes_order(from_left) or left.numel() != right.numel():
+            order = _described(from_left, left, right, swapped=False)
+            yield Reordered(names, right_name, part, order, _is_usual(from_left))
+        return
     if left.numel() < right.numel():
-        found = explain(right, left, _sizes(other, attention, part))
-    return None if found is None else _described(found, right, left, swapped=True)
+        from_right = explain(right, left, _sizes(pair.right, pair.left, part))
+        if from_right is not None:
+            order = _described(from_right, right, left, swapped=True)
+            yield Reordered(names, right_name, part, order, _is_usual(from_right))
 
 
-def _described(found: Reordering, left: Tensor, right: Tensor, *, swapped: bool) -> tuple[RowOrder, bool]:
-    names = found.names
-    line = names[0].line("w.T" if found.transposed else "w", found.axis, right.dim()) if names else ""
+def _sizes(attention: NamedAttention, beside: NamedAttention, part: str) -> dict[str, int]:
+    """Return the sizes by which an order may be named, from the attention beside if it alone has a number of heads.
+
+    Empty without a number of heads.
+    """
+    stored = attention.stored if attention.stored.num_heads else beside.stored
+    if stored.num_heads is None or stored.head_dim is None:
+        return {}
+    return {
+        "heads": stored.num_heads,
+        "kv_heads": stored.num_kv_heads or stored.num_heads,
+        "head_dim": stored.head_dim,
+        "parts": max(1, len(_singles(part))),
+    }
+
+
+def _changes_order(reordering: Reordering) -> bool:
+    """Return whether any row gets another place: not if the tensor is only transposed."""
+    return reordering.order != tuple(range(len(reordering.order)))
+
+
+def _is_usual(reordering: Reordering) -> bool:
+    return any(named.is_usual for named in reordering.names)
+
+
+def _described(reordering: Reordering, left: Tensor, right: Tensor, *, swapped: bool) -> RowOrder:
+    """Return an order as reports have it; `swapped` if the left tensor of it is that of the right file."""
+    names = reordering.names
+    line = ""
+    if names and not swapped:
+        line = names[0].line("w.T" if reordering.transposed else "w", reordering.axis, right.dim())
     kept: Literal["all", "some", "repeated"] = "all"
-    if left.numel() != right.numel():
-        kept = "some" if left.numel() > right.numel() else "repeated"
-    order = RowOrder(
-        axis="rows" if found.axis == "rows" else "columns",
+    if left.numel() > right.numel():
+        kept = "some"
+    elif left.numel() < right.numel():
+        kept = "repeated"
+    return RowOrder(
+        axis="rows" if reordering.axis == "rows" else "columns",
         patterns=tuple(named.pattern for named in names),
         meanings=tuple(named.meaning for named in names),
-        line="" if swapped else line,
-        transposed=found.transposed,
-        remaining=found.remaining,
+        line=line,
+        transposed=reordering.transposed,
+        remaining=reordering.remaining,
         kept=kept,
         swapped=swapped,
     )
-    return order, any(named.is_usual for named in names)
 
 
 def order_words(order: RowOrder) -> str:
@@ -131,12 +143,13 @@ def order_words(order: RowOrder) -> str:
     `the same rows in another order, (heads two half) -> (heads half two): rotary halves on the left, …`, or for heads
     that are pruned `the right has some of the left's rows, heads 0–1, 3 of 4: without head 2 (pruned)`.
     """
-    ours, theirs = ("right", "left") if order.swapped else ("left", "right")
-    words = {
-        "all": f"the same {order.axis} in another order",
-        "some": f"the {theirs} has some of the {ours}'s {order.axis}",
-        "repeated": f"the {theirs} has the {ours}'s {order.axis} several times",
-    }[order.kept]
+    source, result = ("right", "left") if order.swapped else ("left", "right")
+    if order.kept == "all":
+        words = f"the same {order.axis} in another order"
+    elif order.kept == "some":
+        words = f"the {result} has some of the {source}'s {order.axis}"
+    else:
+        words = f"the {result} has the {source}'s {order.axis} several times"
     if order.transposed:
         words += ", transposed"
     named = []
@@ -148,10 +161,10 @@ def order_words(order: RowOrder) -> str:
     return f"nearly {words}; what remains is {percent(order.remaining)} of its size"
 
 
-def is_reordered(part: str, found: Mapping[str, RowOrder]) -> bool:
-    """Return whether the difference of a part, e.g. `W_q`, is the order of the tensor that has it, by its part."""
+def is_reordered(part: str, orders: Mapping[str, RowOrder]) -> bool:
+    """Return whether a part, e.g. `W_q`, is in a tensor that differs in its order alone. `orders` is by part."""
     kind, letter = part.split("_")
-    for packed, order in found.items():
+    for packed, order in orders.items():
         packed_kind, letters = packed.split("_")
         if packed_kind == kind and letter in letters and not order.remaining:
             return True

@@ -7,7 +7,7 @@ Names and shapes show it: the parts lie one after the other, whatever the number
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...files.attentions import NamedAttention, find_attentions
@@ -54,7 +54,14 @@ class Stacked:
         return f"split({sizes}{along})"
 
     def _bounds(self) -> list[tuple[int, int]]:
-        return [(block.columns if self.axis and block.columns else block.rows) for block in self.blocks]
+        """Return the first and the last row of each part, or the columns if the parts lie side by side."""
+        bounds = []
+        for block in self.blocks:
+            if self.axis == 1 and block.columns is not None:
+                bounds.append(block.columns)
+            else:
+                bounds.append(block.rows)
+        return bounds
 
     def words(self) -> str:
         """Return what the tensor is: `q, k and v stacked: rows 0–31, 32–63, 64–95`."""
@@ -65,6 +72,7 @@ class Stacked:
 
 
 def _state(name: str, *, pop: bool = False) -> str:
+    """Return the entry of a state dict: `state["q_proj.weight"]`, or the call that removes it."""
     written = shown(name).replace('"', "'")
     return f'state.pop("{written}")' if pop else f'state["{written}"]'
 
@@ -74,53 +82,68 @@ def find_stacked(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredT
 
     Attentions are paired by their paths. A tensor that both sides have is none.
     """
-    found = list(_found(packed, apart))
-    return sorted(found, key=lambda each: each.is_vector)
-
-
-def _found(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredTensor]) -> Iterator[Stacked]:
-    others = {attention.stored.module: attention for attention in find_attentions(apart, {}, None)}
+    by_path = {attention.stored.module: attention for attention in find_attentions(apart, {}, None)}
+    result: list[Stacked] = []
     for attention in find_attentions(packed, {}, None):
-        other = others.get(attention.stored.module)
-        if other is not None:
-            yield from _of_attention(attention, other, packed, apart)
+        of_parts = by_path.get(attention.stored.module)
+        if of_parts is None:
+            continue
+        for stacked in _of_attention(attention, of_parts):
+            if not _is_on_both_sides(stacked, packed, apart) and _has_shapes(stacked, apart):
+                result.append(stacked)
+    return sorted(result, key=lambda stacked: stacked.is_vector)
 
 
-def _of_attention(
-    attention: NamedAttention,
-    other: NamedAttention,
-    packed: Mapping[str, StoredTensor],
-    apart: Mapping[str, StoredTensor],
-) -> Iterator[Stacked]:
-    singles = {role.part: name for name, role in other.roles.items()}
+def _of_attention(attention: NamedAttention, of_parts: NamedAttention) -> Iterator[Stacked]:
+    """Yield the tensors with several parts, each of which is a tensor in the same layout on the other side."""
+    singles = {role.part: name for name, role in of_parts.roles.items()}
     for name, role in attention.roles.items():
         parts = [block.part for block in role.blocks]
-        if len(parts) < 2 or name in apart or not all(part in singles for part in parts):
+        if len(parts) < 2 or not singles.keys() >= {*parts}:
             continue
         names = tuple(singles[part] for part in parts)
-        shapes = [_shape(block) for block in role.blocks]
-        is_same_layout = all(other.roles[single].axis == role.axis for single in names)
-        if is_same_layout and not {*names} & packed.keys() and shapes == [apart[single].shape for single in names]:
-            yield Stacked(name, role.blocks, names, role.axis, len(packed[name].shape) == 1)
+        if all(of_parts.roles[single].axis == role.axis for single in names):
+            yield Stacked(name, role.blocks, names, role.axis, is_vector=role.blocks[0].columns is None)
+
+
+def _is_on_both_sides(stacked: Stacked, packed: Mapping[str, object], apart: Mapping[str, object]) -> bool:
+    """Return whether a side has the tensor as well as its parts."""
+    return stacked.packed in apart or any(name in packed for name in stacked.apart)
+
+
+def _has_shapes(stacked: Stacked, apart: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the tensors of the parts have the sizes of the parts."""
+    return [_shape(block) for block in stacked.blocks] == [apart[name].shape for name in stacked.apart]
 
 
 def _shape(block: HeadSlice) -> tuple[int, ...]:
-    bounds = [bound for bound in (block.rows, block.columns) if bound is not None]
-    return tuple(stop - start for start, stop in bounds)
+    """Return the sizes of a part: `rows columns` of a matrix, `rows` of a bias."""
+    start, stop = block.rows
+    if block.columns is None:
+        return (stop - start,)
+    left, right = block.columns
+    return stop - start, right - left
 
 
 def stacked_notes(to_split: Sequence[Stacked], to_join: Sequence[Stacked], label: str) -> Iterator[str]:
     """Yield how to split the tensors of a file, and how to join them, with the line for the first."""
     if to_split:
-        first, more = to_split[0], _likewise([each.packed for each in to_split[1:]])
+        first = to_split[0]
         names = listed([shown(name) for name in first.apart])
         yield (
-            f"{shown(first.packed)} is {first.words()}; {label} has {names}.{more} To split it: {first.split_line()}"
+            f"{shown(first.packed)} is {first.words()}; {label} has {names}.{_likewise(to_split[1:])} "
+            f"To split it: {first.split_line()}"
         )
     if to_join:
-        first, more = to_join[0], _likewise([each.packed for each in to_join[1:]])
-        yield f"{shown(first.packed)} of {label} is {first.words()}.{more} To join them: {first.join_line()}"
+        first = to_join[0]
+        yield (
+            f"{shown(first.packed)} of {label} is {first.words()}.{_likewise(to_join[1:])} "
+            f"To join them: {first.join_line()}"
+        )
 
 
-def _likewise(names: Collection[str]) -> str:
-    return f" Likewise {first_few([shown(name) for name in names], 3)}." if names else ""
+def _likewise(further: Sequence[Stacked]) -> str:
+    """Return the sentence on further tensors: ` Likewise in_proj_bias.`; empty without any."""
+    if not further:
+        return ""
+    return f" Likewise {first_few([shown(stacked.packed) for stacked in further], 3)}."

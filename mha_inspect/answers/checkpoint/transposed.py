@@ -55,9 +55,9 @@ class _Matrix:
         return is_transposed(self.stored, self.expected)
 
 
-def is_transposed(shape: Shape, other: Shape) -> bool:
+def is_transposed(left: Shape, right: Shape) -> bool:
     """Return whether two different shapes of matrices are each other's transpose."""
-    return len(shape) == 2 and shape != other and shape == other[::-1]
+    return len(left) == 2 and left != right and left == right[::-1]
 
 
 def find_transposed(
@@ -67,53 +67,60 @@ def find_transposed(
 
     `expected` has the shapes in the module. `names` maps names in the file to names in the module.
     """
-    matrices = [*_matrices(module, expected, tensors, names)]
+    matrices = list(_matrices(module, expected, tensors, names))
     blocks: dict[tuple[str, type], list[_Matrix]] = {}
     for matrix in matrices:
         blocks.setdefault((_block(matrix, matrices), matrix.kind), []).append(matrix)
-    transposed: list[str] = []
-    unknown: list[str] = []
+    transposed: set[str] = set()
+    unknown: set[str] = set()
     for (path, kind), block in blocks.items():
         # Without numbers in the paths, the block of one matrix may contain the block of another.
-        around = [other for other in matrices if other.kind is kind and _is_inside(other, path)]
-        found = {_verdict(matrix, around) for matrix in around}
-        if "transposed" not in found:
+        around = [matrix for matrix in matrices if matrix.kind is kind and _is_inside(matrix, path)]
+        verdicts = {_verdict(matrix, around) for matrix in around}
+        if "transposed" not in verdicts:
             continue
+        like_the_rest: tuple[Verdict, ...] = ("transposed",)
+        if "as expected" not in verdicts:
+            like_the_rest = ("transposed", "square", "ambiguous")
         for matrix in block:
             verdict = _verdict(matrix, around)
-            if verdict == "transposed" or (verdict in ("square", "ambiguous") and "as expected" not in found):
-                transposed.append(matrix.name)
+            if verdict in like_the_rest:
+                transposed.add(matrix.name)
             elif verdict == "square":
-                unknown.append(matrix.name)
+                unknown.add(matrix.name)
     from torch import nn
 
-    of_linear = all(matrix.kind is nn.Linear for matrix in matrices if matrix.name in transposed)
-    return Transposed(_in_order(transposed, tensors), _in_order(unknown, tensors), of_linear)
+    kinds = {matrix.kind for matrix in matrices if matrix.name in transposed}
+    return Transposed(
+        names=_in_order(transposed, tensors),
+        unknown=_in_order(unknown, tensors),
+        of_linear=kinds <= {nn.Linear},
+    )
 
 
-def _in_order(found: Collection[str], tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    return tuple(name for name in tensors if name in found)
+def _in_order(names: Collection[str], tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    return tuple(name for name in tensors if name in names)
 
 
 def _matrices(
     module: nn.Module, expected: Mapping[str, Shape], tensors: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> Iterator[_Matrix]:
     """Yield the weights of projections that the file and the module have."""
-    in_file = {of: name for name, of in names.items()}
-    for name, of in names.items():
-        owner, _, last = of.rpartition(".")
-        if last != "weight" or len(tensors[name].shape) != 2 or len(expected[of]) != 2:
+    in_file = {in_module: name for name, in_module in names.items()}
+    for name, in_module in names.items():
+        owner, _, last = in_module.rpartition(".")
+        if last != "weight" or len(tensors[name].shape) != 2 or len(expected[in_module]) != 2:
             continue
         kind = _kind(module, owner)
         if kind is None:
             continue
-        bias = f"{of.removesuffix('weight')}bias"
+        bias = f"{in_module.removesuffix('weight')}bias"
         yield _Matrix(
             name=name,
             owner=owner,
             kind=kind,
             stored=tensors[name].shape,
-            expected=expected[of],
+            expected=expected[in_module],
             bias=tensors[in_file[bias]].shape if bias in in_file else None,
             expected_bias=expected.get(bias),
         )
@@ -143,7 +150,7 @@ def _block(matrix: _Matrix, matrices: list[_Matrix]) -> str:
         return ".".join(pieces[: numbers[0] + 1])
     for length in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:length])
-        if any(_is_evidence(other) and _is_inside(other, path) for other in matrices):
+        if any(_is_evidence(near) and _is_inside(near, path) for near in matrices):
             return path
     return ""
 
@@ -166,5 +173,5 @@ def _verdict(matrix: _Matrix, block: list[_Matrix]) -> Verdict | None:
         # With other features the layer would have another bias.
         return "transposed" if matrix.bias == matrix.expected_bias else None
     # The names of two layers may be exchanged: w2 and w3 of a gated feed-forward.
-    exchanged = any(other.is_reversed and other.stored == matrix.expected for other in block)
-    return "ambiguous" if exchanged else "transposed"
+    may_be_exchanged = any(near.is_reversed and near.stored == matrix.expected for near in block)
+    return "ambiguous" if may_be_exchanged else "transposed"

@@ -1,0 +1,82 @@
+"""Read the numbers of an attention in a checkpoint head by head, and find heads that are unusual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ...files.attentions import Role
+from ...files.tensors import StoredTensor, read_stored
+from ...reports.params import HeadSlice
+from ...text import shown, spans
+
+
+def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return the parts of an attention by head, `W_q` to `b_v`, as far as the heads of its tensors are known.
+
+    A matrix is `heads head_dim embed`, a bias `heads head_dim`.
+    """
+    slices: dict[str, dict[int, list[Tensor]]] = {}
+    for name, role in roles.items():
+        if not role.heads or not tensors[name].has_numbers:
+            continue
+        content = read_stored(tensors[name], shown(name))
+        for piece in role.heads:
+            heads = slices.setdefault(piece.part, {})
+            numbers = _numbers_at(content, piece).movedim(role.axis, 0)
+            heads.setdefault(piece.head, []).append(numbers)
+    by_part = {}
+    for part, heads in slices.items():
+        in_order = [torch.cat(heads[head]) for head in sorted(heads)]
+        if len({numbers.shape for numbers in in_order}) == 1:
+            by_part[part] = torch.stack(in_order)
+    return by_part
+
+
+def _numbers_at(content: Tensor, piece: HeadSlice) -> Tensor:
+    """Return the rows and columns of one head; a bias with further dimensions of size 1 is a vector first."""
+    if piece.columns is None:
+        vector = content if content.dim() == 1 else content.squeeze()
+        return vector[slice(*piece.rows)]
+    matrix = content if content.dim() == 2 else content.squeeze()
+    return matrix[slice(*piece.rows), slice(*piece.columns)]
+
+
+def unusual_heads(module: str, numbers: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a sentence for each unusual finding in the matrices of an attention."""
+    matrices = [part for part in numbers if part.startswith("W")]
+    matrices.sort(key=lambda part: "qkvo".find(part[-1]))
+    for part in matrices:
+        # From `heads head_dim embed` to one row a head.
+        yield from _unusual(numbers[part].flatten(1), f"{part} of {shown(module) or 'the file'}")
+
+
+def _unusual(heads: Tensor, label: str) -> Iterator[str]:
+    """Yield a sentence about heads that are zero, not finite, or equal to each other; a head is a row."""
+    zero: list[int] = []
+    broken: list[int] = []
+    by_bits: dict[bytes, list[int]] = {}
+    for number, head in enumerate(heads):
+        if not bool(head.any()):
+            zero.append(number)
+        elif not bool(head.isfinite().all()):
+            broken.append(number)
+        else:
+            bits = head.contiguous().view(torch.uint8).numpy().tobytes()
+            by_bits.setdefault(bits, []).append(number)
+    if zero:
+        yield f"{label}: {_heads_are(zero)} all zero."
+    if broken:
+        yield f"{label}: {_heads_are(broken)} not finite (NaN or inf)."
+    for twins in by_bits.values():
+        if len(twins) > 1:
+            yield f"{label}: {_heads_are(twins)} identical."
+
+
+def _heads_are(heads: list[int]) -> str:
+    """Return the subject of a sentence: `head 2 is` or `heads 0–3, 6 are`."""
+    if len(heads) == 1:
+        return f"head {heads[0]} is"
+    return f"heads {spans(heads)} are"
