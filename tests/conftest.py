@@ -27,6 +27,15 @@ def pytest_configure() -> None:
     gc.set_threshold(10_000, 20, 10)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the whole suite in a process for each core, at most four; files that are named run in this process."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return 0
+    if config.option.dist == "no":
+        config.option.dist = "worksteal"  # neighbours stay together, and share the fixtures of their file
+    return min(os.cpu_count() or 1, 4)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-readme", action="store_true", help="write the transcripts of README.md and the checks' pages anew"
