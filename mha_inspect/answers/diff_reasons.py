@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..measure.reorder import explain, reordered
-from ..measure.slopes import NEAR, slopes_in
+from ..measure.slopes import NEAR, rises_with_distance, slopes_in
 from ..measure.weights import Numbers, Weights
 from ..naming.canonical import returned_content
 from ..naming.score_formulas import scale_text
@@ -360,6 +360,7 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
         sentence = (
             _of_visible_pairs(left, right, place, where)
             or _of_slopes(left, right, place, where)
+            or _of_biases(left, right, place, where)
             or _of_lowered_scores(left, right, place, where)
         )
         if sentence:
@@ -413,20 +414,53 @@ def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, whe
 
 
 def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
-    """Return the slopes of two biases that are linear in the position of the key; empty for other biases."""
-    slopes = []
-    for side in (left, right):
-        stages = [side.content(place, stage) for stage in ("scores", "masked_scores", "weights")]
-        scores, masked, weights = stages
-        if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
-            return ""
-        slopes.append(slopes_in(scores, masked, sees_by_head(weights, masked)))
-    ours, theirs = slopes
+    """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
+    biased = [_biased(side, place) for side in (left, right)]
+    if biased[0] is None or biased[1] is None:
+        return ""
+    ours, theirs = slopes_in(*biased[0]), slopes_in(*biased[1])
     if not ours or len(ours) != len(theirs):
         return ""
-    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in slopes]
+    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in (ours, theirs)]
+    if all(isclose(a, b, rel_tol=NEAR) for a, b in zip(ours, theirs, strict=True)):
+        raises = [rises_with_distance(*side) for side in biased if side is not None]
+        if raises[0] == raises[1]:
+            return ""
+        far, near = (where.left, where.right) if raises[0] else (where.right, where.left)
+        return (
+            f"The slopes of the bias by head are {shown[0]} on both sides, with opposite signs. Keys far from their "
+            f"query get higher scores {far} and lower ones {near}."
+        )
     sentence = f"The slopes of the bias by head are {shown[0]} {where.left} and {shown[1]} {where.right}."
     return sentence + _shift(ours, theirs, where)
+
+
+def _biased(side: ComparableRun, place: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return scores, what they are with a bias, and which keys are seen, each `batch heads query key`; None without."""
+    scores, masked, weights = (side.content(place, stage) for stage in ("scores", "masked_scores", "weights"))
+    if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
+        return None
+    return scores, masked, sees_by_head(weights, masked)
+
+
+def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
+    ours, theirs = _biased(left, place), _biased(right, place)
+    if ours is None or theirs is None or ours[0].shape != theirs[0].shape or not torch.equal(ours[2], theirs[2]):
+        return ""
+    seen = ours[2]
+    added = [(masked.double() - scores.double()).masked_fill(~seen, 0.0) for scores, masked, _ in (ours, theirs)]
+    apart = (added[0] - added[1]).abs()
+    if not bool(apart.isfinite().all()) or float(apart.max()) <= _LOWERED:
+        return ""
+    item, head, query, key = (int(index) for index in torch.unravel_index(apart.argmax(), apart.shape))
+    at = (item, head, query, key)
+    mine, other = (small(float(side[at])) for side in added)
+    count = int((apart > _LOWERED).sum())
+    return (
+        f"The bias differs in {count:,} of {int(seen.sum()):,} visible scores. Head {head} adds {mine} to the score of "
+        f"query {query} and key {key} {where.left}, and {other} {where.right}."
+    )
 
 
 def _shift(left: Sequence[float], right: Sequence[float], where: Where) -> str:

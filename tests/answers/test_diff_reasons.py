@@ -278,7 +278,22 @@ class Raised(Attention):
 def test_scores_that_both_lower_are_not_said_to_be_lowered_by_one() -> None:
     (reason,) = compared(Raised(), type("Half", (Raised,), {"power": 0.5})()).reasons
     assert "alone" not in reason.sentence
-    assert "The masks add other numbers" in reason.sentence
+    assert "The bias differs in 1,056 of 1,248 visible scores. Head 1 adds " in reason.sentence
+
+
+class Rising(Slopes):
+    """The bias of ALiBi with the other sign."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        slopes = torch.tensor([2.0 ** (-8 * (head + self.first) / H) for head in range(H)])
+        places = torch.arange(scores.shape[-1])
+        return Attention.mask(self, scores - slopes[:, None, None] * (places - places[:, None]))
+
+
+def test_slopes_of_opposite_signs_are_not_said_to_be_two_ladders() -> None:
+    (reason,) = compared(Rising(), Slopes()).reasons
+    assert "with opposite signs" in reason.sentence
+    assert reason.sentence.endswith("higher scores on the left and lower ones on the right.")
 
 
 class Exchanged(Attention):

@@ -28,7 +28,7 @@ from .behaviour import batch, causal, inputs, mixing, window
 from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
-from .ladders import ladder_facts, slopes_off
+from .ladders import ladder_facts, slopes_off, slopes_upside_down
 from .one_position import one_position
 from .padding import mask_facts, padding
 from .parameters import parameters
@@ -57,6 +57,7 @@ def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
     yield from masking(evidence)
     yield from slopes_off(evidence)
+    yield from slopes_upside_down(evidence)
 
 
 def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
