@@ -16,7 +16,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from ..measure.reorder import explain, reordered
+from ..measure.reorder import Reordering, explain, reordered
 from ..measure.slopes import NEAR, rises_with_distance, slopes_in
 from ..measure.weights import Numbers, Weights
 from ..naming.canonical import returned_content
@@ -24,7 +24,7 @@ from ..naming.score_formulas import scale_text
 from ..naming.visibility import sees_by_head, visibility
 from ..record.arguments import argument_names, first_tensor, tensors_in
 from ..reports.diff import DiffReason
-from ..text import listed, plural, small, spans
+from ..text import first_few, listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
 from .shared_weights import unreadable, weights_by_name, write_by_name
 
@@ -192,12 +192,37 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
 
 
 def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]:
-    """Yield a sentence for each parameter whose rows were copied in another order, into one of another name.
+    """Yield sentences for parameters that were copied in another order, or transposed, into one of another name.
 
     The weights are the same head by head. A file of one module would not fit the other, although its shapes do.
     """
-    ours, theirs = weights_by_name(left), weights_by_name(right)
     told: set[str] = set()
+    transposed: list[str] = []
+    for name, other, found in _copies(left, right):
+        if not found.names:
+            transposed += [f"{name} in {other}"] * found.transposed
+            continue
+        named = found.names[0]
+        if named.pattern in told:
+            continue
+        told.add(named.pattern)
+        yield (
+            f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
+            "file of one side is wrong on the other."
+        )
+        line = named.line("w", found.axis, 2)
+        if line:
+            yield f"To convert the weights of the left: {line}"
+    if transposed:
+        yield (
+            f"Transposed copies: {first_few(transposed, 3)}. Loaded as it is, the file of one side is wrong on the "
+            "other, and square shapes do not show it."
+        )
+
+
+def _copies(left: ComparableRun, right: ComparableRun) -> Iterator[tuple[str, str, Reordering]]:
+    """Yield the pairs of parameters of two sides with the same numbers in another order, and that order."""
+    ours, theirs = weights_by_name(left), weights_by_name(right)
     for weights, others in zip(left.weights, right.weights, strict=False):
         names = {tuple(parts): name for name, parts in _parts_by_parameter(others).items()}
         for name, parts in _parts_by_parameter(weights).items():
@@ -206,17 +231,8 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
                 continue
             sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
             found = explain(ours[name], theirs[other], sizes | {"head_dim": weights.shapes[parts[0]][1]})
-            if found is None or not found.is_exact or not found.names or found.names[0].pattern in told:
-                continue
-            named = found.names[0]
-            told.add(named.pattern)
-            yield (
-                f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
-                "file of one side is wrong on the other."
-            )
-            line = named.line("w", found.axis, 2)
-            if line:
-                yield f"To convert the weights of the left: {line}"
+            if found is not None and found.is_exact:
+                yield name, other, found
 
 
 def _parts_by_parameter(weights: Weights) -> dict[str, list[str]]:

@@ -353,3 +353,27 @@ def test_weights_that_were_drawn_in_another_order_are_told() -> None:
     report = compared(*sides)
     assert report.outcome == "same"
     assert "The right had drawn k.weight as the left drew q.weight" in report.weights.sentence
+
+
+class Einsum(nn.Module):
+    """Projections by an equation, which reads its weights as `in out` where a linear layer has `out in`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_query, self.w_key, self.w_value = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in "qkv")
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (torch.einsum("bnd,di->bni", x, w) for w in (self.w_query, self.w_key, self.w_value))
+        q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in projected)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_weights_that_were_copied_transposed_are_said() -> None:
+    report = compared(Einsum(), Drawn())
+    assert report.outcome == "same"
+    assert report.answer[1] == (
+        "Transposed copies: w_query in q.weight, w_key in k.weight, w_value in v.weight. Loaded as it is, the file of "
+        "one side is wrong on the other, and square shapes do not show it."
+    )
+    assert not any("Transposed" in sentence for sentence in compared(Drawn(), Drawn()).answer)
