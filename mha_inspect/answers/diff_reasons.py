@@ -200,7 +200,8 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
     transposed: list[str] = []
     for name, other, found in _copies(left, right):
         if not found.names:
-            transposed += [f"{name} in {other}"] * found.transposed
+            if found.transposed:
+                transposed.append(name if name == other else f"{name} in {other}")
             continue
         named = found.names[0]
         if named.pattern in told:

@@ -434,7 +434,7 @@ def _of_zeros_and_ones(name: str) -> tuple[str, str, str]:
     return (
         f"The mask is {does} as zeros and ones: it masks out no key, and keys with 1 {effect} weight.",
         f"A score that is {'lower' if name == 'sub' else 'higher'} by 1 changes a weight by a factor of at most e.",
-        "",
+        "Add -inf where a key is masked out and 0 elsewhere, or give torch a boolean mask.",
     )
 
 
