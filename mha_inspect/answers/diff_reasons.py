@@ -26,6 +26,7 @@ from ..record.arguments import argument_names, first_tensor, tensors_in
 from ..reports.diff import DiffReason
 from ..text import first_few, listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
+from .norm_reasons import of_norms
 from .shared_weights import unreadable, weights_by_name, write_by_name
 
 _OF_QUERIES = ("W_q", "b_q")
@@ -75,7 +76,7 @@ def reasons(
     """
     called = where or Where()
     found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
-    return found or tuple(_of_padding(left, right))
+    return found or tuple(of_norms(left, right, first, called)) or tuple(_of_padding(left, right))
 
 
 def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:

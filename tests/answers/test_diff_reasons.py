@@ -377,3 +377,30 @@ def test_weights_that_were_copied_transposed_are_said() -> None:
         "one side is wrong on the other, and square shapes do not show it."
     )
     assert not any("Transposed" in sentence for sentence in compared(Drawn(), Drawn()).answer)
+
+
+class Normed(Attention):
+    """Queries and keys are normalized in each head, over all heads, or not; the weights of the norm are ones."""
+
+    over = ""
+
+    def turn(self, x: Tensor) -> Tensor:
+        if self.over == "head":
+            return F.rms_norm(x, x.shape[-1:])
+        if self.over == "all":
+            return x * x.square().mean((1, 3), keepdim=True).add(1e-6).rsqrt()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "said"),
+    [
+        ("", "head", "The queries are not normalized on the left and normalized in each head on the right."),
+        ("all", "head", "The queries are normalized over all heads together on the left and normalized in each head "),
+    ],
+)
+def test_queries_that_are_normalized_in_other_ways(left: str, right: str, said: str) -> None:
+    sides = (type("Side", (Normed,), {"over": over})() for over in (left, right))
+    (reason,) = compared(*sides).reasons
+    assert reason.kind == "norm"
+    assert reason.sentence.startswith(said)
