@@ -34,6 +34,8 @@ _TOP_LEFT_FIX = "Align the mask bottom right: triu(diagonal=1 + past), past = ke
 _POSITIONS_FIX = "Count positions from the number of all tokens so far."
 _APPEND_FIX = "Join the new keys and values to the cached ones, in order: torch.cat((past, new), dim=2)."
 _ANGLES_FIX = "Compute the angles of the positions of each call, or keep them by position."
+_TURNED = 3
+"""The number of cached keys whose angles are read."""
 _FAR = 60
 """Operations after which a walk gives up: a rotation needs fewer."""
 _OWN_FIX = "Join the new keys and values to the cached ones before the scores: torch.cat((past, new), dim=2)."
@@ -340,41 +342,69 @@ class _Beside:
         unlike = [int(token) for token, same, is_read in zip(tokens, equal, read, strict=True) if is_read and not same]
         cached = [token for token in unlike if token < self.continued.start]
         of_positions = self._of_positions(cached) or self._of_angles(cached, queries[1])
+        of_positions = of_positions or self._of_cached_angles(cached, keys[1])
         return of_positions or self._of_operands(unlike, cached, queries, keys)
 
     def _of_angles(self, cached: list[int], queries: Tensor) -> tuple[str, str] | None:
         """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
 
-        `queries` are those of the call, `batch heads query head_dim`. The projected query of the first token is put at
-        every position of the one call: the position where it gets the numbers of the call is the one of the angle.
+        `queries` are those of the call, `batch heads query head_dim`.
         """
-        start, stage = self.continued.start, self.whole.stages.get("q_proj")
-        if cached or stage is None:
+        start = self.continued.start
+        if cached:
             return None
-        dims, run = dims_of(self.whole_names.of_stage("q_proj")), self.continued.whole
-        recorded = _Whole(run, self.continued.whole_leaves)
-        projected = recorded.content(stage)
-        if ["query"] not in dims or projected is None:
-            return None
-        place, target = dims.index(["query"]), self.whole.stages["q_heads"]
-        if projected.shape[place] < self.continued.stop:
-            return None
-        try:
-            value = again(recorded, stage, projected.narrow(place, start, 1).expand_as(projected), target)
-        except LostError:
-            return None
-        sizes = sizes_in(self.whole, self.whole_names, "q_heads")
-        names = self.whole_names
-        everywhere = canonical(value, "q_heads", names.of_stage("q_heads"), sizes, names.head_order)
-        if everywhere is None or everywhere.shape[:2] != queries.shape[:2]:
-            return None
-        fits = [at for at in range(everywhere.shape[2]) if _near(everywhere[:, :, at], queries[:, :, 0])]
+        fits = self._positions_of_angle("query", start, queries[:, :, 0])
         if len(fits) != 1 or fits[0] == start:
             return None
         rotated = f"Position {start} is rotated by the angle of position {fits[0]}"
         if self._keeps_angles:
             return f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX
         return f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX
+
+    def _of_cached_angles(self, cached: list[int], keys: Tensor) -> tuple[str, str] | None:
+        """Return whether cached keys are rotated a second time; `keys` are those of the call, by row.
+
+        Two turns by the angle of a position are one by the angle of twice that position.
+        """
+        rows = {int(token): row for row, token in enumerate(self._tokens)}
+        twice = [token for token in cached if token and 2 * token < self.continued.stop]
+        for token in twice[:_TURNED]:
+            if self._positions_of_angle("key", token, keys[:, :, rows[token]]) != [2 * token]:
+                return None
+        if not twice:
+            return None
+        return (
+            f"The cached keys of positions {_ranges(cached)} are rotated a second time: that of position {twice[0]} "
+            f"has the angle of position {2 * twice[0]}.",
+            "Rotate the new keys alone before they are joined with the cache, or cache keys that are not rotated.",
+        )
+
+    def _positions_of_angle(self, side: str, token: int, numbers: Tensor) -> list[int]:
+        """Return the positions whose angles make these numbers, `batch heads head_dim`, of a projected token.
+
+        The token of the one call is put at every position of it, and the steps behind the projection run again.
+        """
+        projection, heads = f"{side[0]}_proj", f"{side[0]}_heads"
+        stage, names = self.whole.stages.get(projection), self.whole_names
+        if stage is None:
+            return []
+        dims, recorded = dims_of(names.of_stage(projection)), _Whole(self.continued.whole, self.continued.whole_leaves)
+        projected = recorded.content(stage)
+        if [side] not in dims or projected is None:
+            return []
+        place = dims.index([side])
+        if projected.shape[place] < self.continued.stop:
+            return []
+        moved = projected.narrow(place, token, 1).expand_as(projected)
+        try:
+            value = again(recorded, stage, moved, self.whole.stages[heads])
+        except LostError:
+            return []
+        sizes = sizes_in(self.whole, names, heads)
+        everywhere = canonical(value, heads, names.of_stage(heads), sizes, names.head_order)
+        if everywhere is None or everywhere.shape[:2] != numbers.shape[:2]:
+            return []
+        return [at for at in range(everywhere.shape[2]) if _near(everywhere[:, :, at], numbers)]
 
     @property
     def _keeps_angles(self) -> bool:

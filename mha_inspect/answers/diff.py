@@ -15,11 +15,12 @@ from ..naming.pattern import CANONICAL_AXES
 from ..naming.score_formulas import unlike_dot
 from ..naming.visibility import Rows
 from ..reports.common import Difference, Verdict
-from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
+from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
-from .diff_reasons import reasons, reordered_copies
+from .diff_reasons import Where, reasons, reordered_copies
+from .norm_reasons import of_norms
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
 
@@ -134,7 +135,11 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     )
     first, *others = _answer(report, given)
     masked_sentences = _masked(sides, comparison.masked)
-    found = reasons(left, right, report.first_differing_stage) if weights.whole and report.outcome == "differs" else ()
+    found: tuple[DiffReason, ...] = ()
+    if report.outcome == "differs" and weights.whole:
+        found = reasons(left, right, report.first_differing_stage)
+    elif report.outcome == "differs":
+        found = tuple(of_norms(left, right, report.first_differing_stage, Where()))
     why = [reason.sentence for reason in found]
     why += [f"To convert the weights of the left: {reason.line}" for reason in found if reason.line]
     if report.outcome != "differs":

@@ -16,16 +16,17 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from ..measure.reorder import explain, reordered
-from ..measure.slopes import NEAR, slopes_in
+from ..measure.reorder import Reordering, explain, reordered
+from ..measure.slopes import NEAR, rises_with_distance, slopes_in
 from ..measure.weights import Numbers, Weights
 from ..naming.canonical import returned_content
 from ..naming.score_formulas import scale_text
 from ..naming.visibility import sees_by_head, visibility
 from ..record.arguments import argument_names, first_tensor, tensors_in
 from ..reports.diff import DiffReason
-from ..text import listed, plural, small, spans
+from ..text import first_few, listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
+from .norm_reasons import of_norms
 from .shared_weights import unreadable, weights_by_name, write_by_name
 
 _OF_QUERIES = ("W_q", "b_q")
@@ -75,7 +76,7 @@ def reasons(
     """
     called = where or Where()
     found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
-    return found or tuple(_of_padding(left, right))
+    return found or tuple(of_norms(left, right, first, called)) or tuple(_of_padding(left, right))
 
 
 def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
@@ -192,12 +193,38 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
 
 
 def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]:
-    """Yield a sentence for each parameter whose rows were copied in another order, into one of another name.
+    """Yield sentences for parameters that were copied in another order, or transposed, into one of another name.
 
     The weights are the same head by head. A file of one module would not fit the other, although its shapes do.
     """
-    ours, theirs = weights_by_name(left), weights_by_name(right)
     told: set[str] = set()
+    transposed: list[str] = []
+    for name, other, found in _copies(left, right):
+        if not found.names:
+            if found.transposed:
+                transposed.append(name if name == other else f"{name} in {other}")
+            continue
+        named = found.names[0]
+        if named.pattern in told:
+            continue
+        told.add(named.pattern)
+        yield (
+            f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
+            "file of one side is wrong on the other."
+        )
+        line = named.line("w", found.axis, 2)
+        if line:
+            yield f"To convert the weights of the left: {line}"
+    if transposed:
+        yield (
+            f"Transposed copies: {first_few(transposed, 3)}. Loaded as it is, the file of one side is wrong on the "
+            "other, and square shapes do not show it."
+        )
+
+
+def _copies(left: ComparableRun, right: ComparableRun) -> Iterator[tuple[str, str, Reordering]]:
+    """Yield the pairs of parameters of two sides with the same numbers in another order, and that order."""
+    ours, theirs = weights_by_name(left), weights_by_name(right)
     for weights, others in zip(left.weights, right.weights, strict=False):
         names = {tuple(parts): name for name, parts in _parts_by_parameter(others).items()}
         for name, parts in _parts_by_parameter(weights).items():
@@ -206,17 +233,8 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
                 continue
             sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
             found = explain(ours[name], theirs[other], sizes | {"head_dim": weights.shapes[parts[0]][1]})
-            if found is None or not found.is_exact or not found.names or found.names[0].pattern in told:
-                continue
-            named = found.names[0]
-            told.add(named.pattern)
-            yield (
-                f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
-                "file of one side is wrong on the other."
-            )
-            line = named.line("w", found.axis, 2)
-            if line:
-                yield f"To convert the weights of the left: {line}"
+            if found is not None and found.is_exact:
+                yield name, other, found
 
 
 def _parts_by_parameter(weights: Weights) -> dict[str, list[str]]:
@@ -360,6 +378,7 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
         sentence = (
             _of_visible_pairs(left, right, place, where)
             or _of_slopes(left, right, place, where)
+            or _of_biases(left, right, place, where)
             or _of_lowered_scores(left, right, place, where)
         )
         if sentence:
@@ -413,20 +432,53 @@ def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, whe
 
 
 def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
-    """Return the slopes of two biases that are linear in the position of the key; empty for other biases."""
-    slopes = []
-    for side in (left, right):
-        stages = [side.content(place, stage) for stage in ("scores", "masked_scores", "weights")]
-        scores, masked, weights = stages
-        if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
-            return ""
-        slopes.append(slopes_in(scores, masked, sees_by_head(weights, masked)))
-    ours, theirs = slopes
+    """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
+    biased = [_biased(side, place) for side in (left, right)]
+    if biased[0] is None or biased[1] is None:
+        return ""
+    ours, theirs = slopes_in(*biased[0]), slopes_in(*biased[1])
     if not ours or len(ours) != len(theirs):
         return ""
-    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in slopes]
+    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in (ours, theirs)]
+    if all(isclose(a, b, rel_tol=NEAR) for a, b in zip(ours, theirs, strict=True)):
+        raises = [rises_with_distance(*side) for side in biased if side is not None]
+        if raises[0] == raises[1]:
+            return ""
+        far, near = (where.left, where.right) if raises[0] else (where.right, where.left)
+        return (
+            f"The slopes of the bias by head are {shown[0]} on both sides, with opposite signs. Keys far from their "
+            f"query get higher scores {far} and lower ones {near}."
+        )
     sentence = f"The slopes of the bias by head are {shown[0]} {where.left} and {shown[1]} {where.right}."
     return sentence + _shift(ours, theirs, where)
+
+
+def _biased(side: ComparableRun, place: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return scores, what they are with a bias, and which keys are seen, each `batch heads query key`; None without."""
+    scores, masked, weights = (side.content(place, stage) for stage in ("scores", "masked_scores", "weights"))
+    if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
+        return None
+    return scores, masked, sees_by_head(weights, masked)
+
+
+def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
+    ours, theirs = _biased(left, place), _biased(right, place)
+    if ours is None or theirs is None or ours[0].shape != theirs[0].shape or not torch.equal(ours[2], theirs[2]):
+        return ""
+    seen = ours[2]
+    added = [(masked.double() - scores.double()).masked_fill(~seen, 0.0) for scores, masked, _ in (ours, theirs)]
+    apart = (added[0] - added[1]).abs()
+    if not bool(apart.isfinite().all()) or float(apart.max()) <= _LOWERED:
+        return ""
+    item, head, query, key = (int(index) for index in torch.unravel_index(apart.argmax(), apart.shape))
+    at = (item, head, query, key)
+    mine, other = (small(float(side[at])) for side in added)
+    count = int((apart > _LOWERED).sum())
+    return (
+        f"The bias differs in {count:,} of {int(seen.sum()):,} visible scores. Head {head} adds {mine} to the score of "
+        f"query {query} and key {key} {where.left}, and {other} {where.right}."
+    )
 
 
 def _shift(left: Sequence[float], right: Sequence[float], where: Where) -> str:

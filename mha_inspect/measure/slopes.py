@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 NEAR = 0.01
@@ -37,3 +38,20 @@ def _are_equal(steps: Tensor) -> bool:
     if len(steps) < 2 or not bool(steps.isfinite().all()):
         return False
     return bool(steps.max() - steps.min() <= NEAR * steps.max())
+
+
+def rises_with_distance(scores: Tensor, masked: Tensor, seen: Tensor) -> bool:
+    """Return whether what is added to a score is larger the farther the key is from the query, for each visible pair.
+
+    The arguments are those of `slopes_in`. Query i stands at the place of key i; with other numbers of them the places
+    are unknown, and the result is False.
+    """
+    if scores.shape[-1] != scores.shape[-2]:
+        return False
+    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
+    added = masked.double() - scores.double()
+    steps = added[..., 1:] - added[..., :-1]
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    is_past = places[None, 1:] <= places[:, None]  # a step to the next key is one towards the query
+    outward = torch.where(is_past, -steps, steps)[both]
+    return bool(outward.numel()) and bool((outward > 0).all())

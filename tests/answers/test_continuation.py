@@ -90,7 +90,8 @@ REASONS = {
     "position 0; expected -7.2.",
     "restart": "Position 6 is rotated as position 0: positions restart at 0.",
     "embedding": "Position 6 gets the embedding of position 0: positions restart at 0.",
-    "twice": "The cached keys of positions 1–5 differ from those of one call.",
+    "twice": "The cached keys of positions 1–5 are rotated a second time: that of position 1 has the angle of "
+    "position 2.",
     "turned": "Key 0 of this call is that of token 0, and value 0 that of token 6.",
     "lost": "This call has 5 keys for 5 tokens: the keys of the 6 earlier tokens are missing.",
     "scaled": "The scores are scaled by 0.75, and in one call by 0.5.",

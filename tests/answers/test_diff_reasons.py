@@ -278,7 +278,22 @@ class Raised(Attention):
 def test_scores_that_both_lower_are_not_said_to_be_lowered_by_one() -> None:
     (reason,) = compared(Raised(), type("Half", (Raised,), {"power": 0.5})()).reasons
     assert "alone" not in reason.sentence
-    assert "The masks add other numbers" in reason.sentence
+    assert "The bias differs in 1,056 of 1,248 visible scores. Head 1 adds " in reason.sentence
+
+
+class Rising(Slopes):
+    """The bias of ALiBi with the other sign."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        slopes = torch.tensor([2.0 ** (-8 * (head + self.first) / H) for head in range(H)])
+        places = torch.arange(scores.shape[-1])
+        return Attention.mask(self, scores - slopes[:, None, None] * (places - places[:, None]))
+
+
+def test_slopes_of_opposite_signs_are_not_said_to_be_two_ladders() -> None:
+    (reason,) = compared(Rising(), Slopes()).reasons
+    assert "with opposite signs" in reason.sentence
+    assert reason.sentence.endswith("higher scores on the left and lower ones on the right.")
 
 
 class Exchanged(Attention):
@@ -338,3 +353,54 @@ def test_weights_that_were_drawn_in_another_order_are_told() -> None:
     report = compared(*sides)
     assert report.outcome == "same"
     assert "The right had drawn k.weight as the left drew q.weight" in report.weights.sentence
+
+
+class Einsum(nn.Module):
+    """Projections by an equation, which reads its weights as `in out` where a linear layer has `out in`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_query, self.w_key, self.w_value = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in "qkv")
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (torch.einsum("bnd,di->bni", x, w) for w in (self.w_query, self.w_key, self.w_value))
+        q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in projected)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_weights_that_were_copied_transposed_are_said() -> None:
+    report = compared(Einsum(), Drawn())
+    assert report.outcome == "same"
+    assert report.answer[1] == (
+        "Transposed copies: w_query in q.weight, w_key in k.weight, w_value in v.weight. Loaded as it is, the file of "
+        "one side is wrong on the other, and square shapes do not show it."
+    )
+    assert not any("Transposed" in sentence for sentence in compared(Drawn(), Drawn()).answer)
+
+
+class Normed(Attention):
+    """Queries and keys are normalized in each head, over all heads, or not; the weights of the norm are ones."""
+
+    over = ""
+
+    def turn(self, x: Tensor) -> Tensor:
+        if self.over == "head":
+            return F.rms_norm(x, x.shape[-1:])
+        if self.over == "all":
+            return x * x.square().mean((1, 3), keepdim=True).add(1e-6).rsqrt()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "said"),
+    [
+        ("", "head", "The queries are not normalized on the left and normalized in each head on the right."),
+        ("all", "head", "The queries are normalized over all heads together on the left and normalized in each head "),
+    ],
+)
+def test_queries_that_are_normalized_in_other_ways(left: str, right: str, said: str) -> None:
+    sides = (type("Side", (Normed,), {"over": over})() for over in (left, right))
+    (reason,) = compared(*sides).reasons
+    assert reason.kind == "norm"
+    assert reason.sentence.startswith(said)

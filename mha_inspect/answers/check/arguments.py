@@ -23,6 +23,8 @@ from .intent import Intent
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
 """Arguments of these names are not tokens."""
+_OF_TARGET = re.compile(r"decoder|tgt|trg|target")
+"""Arguments of these names are the sequence that an encoder-decoder continues."""
 _POSITION = re.compile(r"(^|_)(pos|positions?|offset|past_len(gth)?)(_ids?)?$", re.IGNORECASE)
 """Arguments of these names are positions: `start_pos`, `input_pos`, `cache_position`, `position_ids`."""
 _ROTATION = re.compile(r"cos|sin|freqs|rope|rotary|position_embeddings", re.IGNORECASE)
@@ -224,17 +226,24 @@ class Source:
 
 
 def sources_of(
-    subject: Subject, values: Mapping[str, Any], intent: Intent, is_one_sequence: Callable[[Tensor], bool]
+    subject: Subject,
+    values: Mapping[str, Any],
+    intent: Intent,
+    is_one_sequence: Callable[[Tensor], bool],
+    embedded: Collection[str] = (),
 ) -> tuple[Source, ...]:
     """Return the arguments with tokens, equal ones grouped; the group that the output follows comes first.
 
     `is_one_sequence` is called only for a matrix of numbers: its result decides whether the matrix has a batch.
+    `embedded` names the arguments that an embedding reads as ids.
     """
     groups: list[tuple[list[str], Tensor]] = []
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     flat = [value.dim() for value in tensors.values()][:1] == [2]
     for name, value in tensors.items():
-        if name in (intent.padding, intent.cache) or not _has_tokens(name, value, first=not groups, flat=flat):
+        if name in (intent.padding, intent.cache):
+            continue
+        if not _has_tokens(name, value, first=not groups, flat=flat, is_embedded=name in embedded):
             continue
         same = [names for names, other in groups if other.shape == value.shape and torch.equal(other, value)]
         if same:
@@ -252,7 +261,7 @@ def sources_of(
         return batch, 1 - batch
 
     sources = [Source(tuple(names), value, *layout(value)) for names, value in groups]
-    return tuple(sorted(sources, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
+    return tuple(sorted(sources, key=lambda source: not any(_OF_TARGET.match(name) for name in source.names)))
 
 
 def _first_positions(value: Any, before: int, length: int) -> Any:
@@ -310,12 +319,12 @@ def second_output(returned: Any) -> Any:
     return next((value for value in known if value is not None), None)
 
 
-def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:
+def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool, is_embedded: bool) -> bool:
     if _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
         return False
     if value.is_floating_point():
         return value.dim() > 2 or first or flat
-    return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
+    return not value.is_complex() and value.dim() == 2 and (first or "id" in name or is_embedded)
 
 
 def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -26,6 +26,7 @@ from .arguments import Source, batch_axis_of
 from .causal_masks import against_causal, against_window
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .item_masks import masks_of_other_items
+from .mixed_items import line_of_mixed_items
 from .replay import SIDES, Factor, LostError, factors_of
 from .seen_keys import SeenKeys
 from .slots import slots
@@ -102,6 +103,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     is_first = source.names == evidence.source.names
     fix = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
+    line = evidence.scores_line
     over = _over_the_batch(evidence, source)
     if over is not None and not (mixes and alone and evidence.follows):
         yield _attends_over_items(evidence, source, over, place, (row, changed))
@@ -118,6 +120,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."
         sentence += f" This is correct if {why}." if why else ""
+        line = (line_of_mixed_items(evidence, place) if is_first and sure else "") or line
     elif sure:
         sentence = (
             "Attention runs over the batch instead of the positions: batch items affect each other, and the tokens of "
@@ -136,7 +139,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         f"Changing token {place} of batch item 0 of {source.names[0]} changes item {row + 1} at position {position} "
         f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
-    yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
+    yield Finding("batch", sentence, proof, sure, line, fix=fix)
 
 
 def _over_the_batch(evidence: Evidence, source: Source) -> Attention | None:
@@ -284,7 +287,7 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         return
     if any(sight.queries < sight.keys for sight in evidence.sights):
         evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
-    judged = (against_causal(sight, evidence.intent.window) for sight in evidence.sights)
+    judged = (against_causal(sight, evidence.intent.window) for sight in _sights_in_order(evidence))
     if evidence.intent.causal is None:
         findings = chain(
             _not_as_called(evidence), _almost_causal(evidence), _in_other_order(evidence), _beside_attention(evidence)
@@ -297,6 +300,18 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
     else:
         finding = next(filter(None, judged), None) or _by_outputs(evidence)
     yield from [finding] if finding else []
+
+
+def _sights_in_order(evidence: Evidence) -> Sequence[SeenKeys]:
+    """Return the attentions that a declared order is about: those over the sequence that the output follows.
+
+    An encoder sees its whole source, and so does the attention of a decoder to it. All attentions if the output follows
+    none of several sequences, or no attention is over the one that it follows.
+    """
+    if len(evidence.sources) < 2 or not evidence.follows:
+        return evidence.sights
+    names = evidence.source.names
+    return [sight for sight in evidence.sights if sight.origins.intersection(names)] or evidence.sights
 
 
 def _by_outputs(evidence: Evidence) -> Finding | None:

@@ -30,7 +30,7 @@ from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runne
 from .finite import finite
 from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
-from .ladders import ladder_facts, slopes_off
+from .ladders import ladder_facts, slopes_off, slopes_upside_down
 from .masking import masking
 from .one_position import one_position
 from .padding import mask_facts, padding
@@ -60,6 +60,7 @@ def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
     yield from masking(evidence)
     yield from slopes_off(evidence)
+    yield from slopes_upside_down(evidence)
 
 
 def _shared_heads(evidence: Evidence) -> Iterator[Finding]:

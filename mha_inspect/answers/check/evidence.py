@@ -289,12 +289,32 @@ class Evidence:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens; the one that the output follows comes first."""
-        sources = sources_of(self.subject, self.values, self.intent, self._is_one_sequence)
+        sources = sources_of(self.subject, self.values, self.intent, self._is_one_sequence, self._embedded)
         last = {shape for shape, dims in self.queries if dims[1:] == [["embed"], ["query"]]}
-        return tuple(
+        sources = tuple(
             Source(each.names, each.value, 0, 2) if each.value.shape in last else each  # channels come first
             for each in sources
         )
+        followed: list[Source] = []
+        with suppress(NotPossibleError):  # no tensor was returned
+            followed += [source for source in sources if len(sources) > 1 and self._has_entries_of(source)]
+        if len(followed) != 1:
+            return sources
+        return (*followed, *(source for source in sources if source is not followed[0]))
+
+    @property
+    def _embedded(self) -> frozenset[str]:
+        """Names of the inputs that an embedding reads as ids."""
+        recording = self.run.recording
+        ids = {op.inputs[1].id for op in recording.ops if op.base_name == "embedding" and len(op.inputs) > 1}
+        return frozenset(named.name for named in recording.inputs if named.tensor.id in ids)
+
+    def _has_entries_of(self, source: Source) -> bool:
+        """Return whether the output has an entry for every token of a source, in the same layout."""
+        if source.positions is None:
+            return False
+        axes, given, out = source.axes, source.value.shape, self.output.shape
+        return len(out) > max(axes) and all(out[axis] == given[axis] for axis in axes)
 
     @cached_property
     def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:
@@ -317,10 +337,7 @@ class Evidence:
     @cached_property
     def follows(self) -> bool:
         """Whether the output has an entry for every token of the first source, in the same layout."""
-        if not self.sources or self.source.positions is None:
-            return False
-        axes, given, out = self.source.axes, self.source.value.shape, self.output.shape
-        return len(out) > max(axes) and all(out[axis] == given[axis] for axis in axes)
+        return bool(self.sources) and self._has_entries_of(self.source)
 
     @cached_property
     def _largest(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...measure.slopes import NEAR, slopes_in
+from ...measure.slopes import NEAR, rises_with_distance, slopes_in
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.visibility import sees_by_head
@@ -29,14 +29,20 @@ _SHOWN = 8
 
 
 def slopes_of(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
-    """Return the slope of each head, by which scores fall from key to key; empty if the bias is not linear."""
+    """Return the slope of each head, by which scores change from key to key; empty if the bias is not linear."""
+    biased = _biased(evidence, attention, names)
+    return [] if biased is None else slopes_in(*biased)
+
+
+def _biased(evidence: Evidence, attention: Attention, names: AxisNames) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return scores, what they are with a bias, and which keys are seen, each `batch heads query key`; None without."""
     if not {"scores", "masked_scores", "weights"} <= attention.stages.keys():
-        return []
+        return None
     stages = (content_of(evidence.run, attention, names, name) for name in ("scores", "masked_scores", "weights"))
     scores, masked, weights = stages
     if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
-        return []
-    return slopes_in(scores, masked, sees_by_head(weights, masked))
+        return None
+    return scores, masked, sees_by_head(weights, masked)
 
 
 def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
@@ -84,6 +90,22 @@ def slopes_off(evidence: Evidence, attention: Attention, names: AxisNames) -> It
             source=mask,
             fix="Count heads from 1: 2 ** (-8 * torch.arange(1, heads + 1) / heads).",
         )
+
+
+@partial(of_each_kind, "")
+def slopes_upside_down(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a suspicion if a bias that is linear in the distance favours the keys that are far from their query."""
+    slopes, biased = slopes_of(evidence, attention, names), _biased(evidence, attention, names)
+    if not slopes or biased is None or not rises_with_distance(*biased):
+        return
+    yield Finding(
+        "masking",
+        "The bias raises the scores of keys that are far from their query; ALiBi lowers them.",
+        f"Each position of distance adds {small(slopes[0])} to the score in head 0.",
+        sure=False,
+        source=attention.masks[0].source if attention.masks else "",
+        fix="Change the sign of the bias: slopes * (key - query) for keys before their query.",
+    )
 
 
 def frequencies_off(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ...reports.check import Fact, Finding, SkippedCheck
 from ...text import shortened, spans
 from .arguments import Source
-from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from .idle_masks import idle_masks
 from .masking import masks_everything, weak_masks
 from .scores import softmax
 from .seen_keys import SeenKeys
@@ -63,6 +64,8 @@ class Masked:
     """The changed keys of the first batch item, in words."""
     line: str
     """The line of the mask; empty if no attention has these keys."""
+    losing: tuple[Tensor, ...] = ()
+    """For each attention with a query that loses a key by the change, whatever its keys: `query`, True if it does."""
 
     @property
     def is_meaning_known(self) -> bool:
@@ -177,7 +180,20 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = F
             return otherwise
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
     places = f"keys {_places(keys[0])} of batch item 0"
-    return Masked(name, given, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line)
+    losing = tuple(_queries_that_lose_keys(whole.sights, masked.sights))
+    return Masked(
+        name, given, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line, losing
+    )
+
+
+def _queries_that_lose_keys(before: Sequence[SeenKeys], after: Sequence[SeenKeys]) -> Iterator[Tensor]:
+    """Yield for each attention with fewer visible keys in another run the queries that lose some: `query`."""
+    for whole, masked in zip(before, after, strict=False):
+        if whole.seen.shape != masked.seen.shape:
+            continue
+        losing = (whole.seen & ~masked.seen).any(-1).any(0)
+        if bool(losing.any()):
+            yield losing
 
 
 def padded_sources(evidence: Evidence, name: str) -> list[Source]:
@@ -222,20 +238,27 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
             misplaced = list(_misplaced(run, declared=run.name == name))
             found = faults or [*misplaced, *(_of_declared(evidence, run) if run.name == name else ())]
             findings += found or list(_nan(evidence, run)) or _joined(evidence, run)
+    findings += idle_masks(evidence)
     yield from findings
     if name is None and not findings:
         raise UndeclaredError("--mask NAME=keep")
     if name is None or any(finding.sure for finding in findings):
         return
     evidence.require_passed(*OF_OUTPUTS)
-    if not evidence.follows or evidence.source.batch is None:
+    if evidence.source.batch is None or not (evidence.follows or _is_by_item(evidence)):
         raise NotPossibleError("the output has no entry for each token of each batch item")
     tried = (run.source for run in masked_runs(evidence) if isinstance(run, Masked) and run.name == name)
     source = next(tried, None) or padded_sources(evidence, name)[0]
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens; give at least 3")
-    for result in _of_padding(evidence, name, source):
+    of_padding = _of_padding if evidence.follows else _of_pooled
+    for result in of_padding(evidence, name, source):
         yield replace(result, source=evidence.mask_line) if isinstance(result, Finding) else result
+
+
+def _is_by_item(evidence: Evidence) -> bool:
+    """Return whether the first axis of the output is the batch: it is pooled, or made by queries of another source."""
+    return evidence.output.dim() > 1 and evidence.output.shape[0] == evidence.source.rows
 
 
 def _fix(sentence: str, layout: str) -> str:
@@ -327,11 +350,7 @@ def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
     were_seen = not run.pairs or any(not before.masks_out(run.keys) for before, _ in run.pairs)
     if were_seen and not run.hides and not run.opens and torch.equal(run.output, run.base):
-        sentence = f"{name} has no effect on any score or output."
-        proof = f"With {_word(run.other)} at {run.places}, the output is the same bit for bit."
-        yield Finding(
-            "padding", sentence, proof, source=run.line, fix="Apply the mask to the scores before the softmax."
-        )
+        yield _without_effect(run)
     if run.is_meaning_known and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
         sentence = f"The mask is inverted: the keys that {name} keeps are masked out."
         proof = (
@@ -340,6 +359,25 @@ def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
         )
         fix = f"Invert the mask where it is applied (~{name}), or declare the other meaning."
         yield Finding("padding", sentence, proof, source=run.line, fix=fix)
+
+
+def _without_effect(run: Masked) -> Finding:
+    """Return the fault of a mask that leaves the output as it is, although it may mask out keys of some queries."""
+    proof = f"With {_word(run.other)} at {run.places}, the output is the same bit for bit."
+    spared = [~losing for losing in run.losing if not bool(losing.all())]
+    if not run.losing:
+        sentence = f"{run.name} has no effect on any score or output."
+        fix = "Apply the mask to the scores before the softmax."
+    elif spared:
+        sentence = (
+            f"{run.name} has no effect on the output: query {_places(spared[-1])} sees the same keys with any mask."
+        )
+        proof += f" Queries {_places(~spared[-1])} lose keys, and no output is made of them."
+        fix = f"Give {run.name} to the keys of every query, that of a class token included."
+    else:
+        sentence = f"{run.name} has no effect on the output, although every query loses keys."
+        fix = "Use the result of the attention in the output."
+    return Finding("padding", sentence, proof, source=run.line, fix=fix)
 
 
 def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
@@ -409,6 +447,68 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
             "than without padding. The content of the padding has no effect.",
             fix="Count positions from the first real token: position_ids = mask.cumsum(-1) - 1." * (side == "left"),
         )
+
+
+def _of_pooled(evidence: Evidence, name: str, source: Source) -> Iterator[Finding | SkippedCheck]:
+    """Yield the faults of the same run where the output has entries for each batch item, and none for its tokens.
+
+    Entries whose number changes with that of the tokens may belong to tokens, of which some are padding.
+    """
+    side, means = evidence.intent.padding_side or "right", evidence.intent.padding_true
+    count = max(min(2, source.length - 2), source.length // 4)
+    start, stop = (0, source.length - count) if side == "right" else (count, source.length)
+    pads = slice(stop, None) if side == "right" else slice(0, start)
+    mask = {name: padding_mask(evidence, name, source, pads)}
+    run = evidence.with_arguments(mask)
+    try:
+        short = evidence.output_with(run.piece(source, start, stop, first=start))
+    except RaisedError as error:
+        raise NotPossibleError(
+            f"the output has no entry for each token, and fewer tokens are rejected ({error})"
+        ) from error
+    if short.shape != run.output.shape:
+        raise NotPossibleError("the output has no entry for each token, and its size changes with their number")
+    ends = f"the {'last' if side == 'right' else 'first'} {count} tokens of batch item 0 padded"
+    if bool(run.output[:1].isnan().any()):
+        yield Finding("padding", "Padding makes the output of its batch item NaN.", f"With {ends} by {name}.")
+        return
+    padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
+    if leak := float(run.differences(padded)[0].max()):
+        proof = (
+            f"With {ends} ({name}: True or 1 means {means or 'keep'}), changing them changes the output by {leak:.3g}."
+        )
+        yield _of_pooled_content(run, source, pads, proof)
+        return
+    apart = evidence.apart(short[:1], run.output[:1], times=OTHER_SIZES)
+    if apart:
+        yield Finding(
+            "padding",
+            f"The number of padding tokens changes the output of their batch item by {apart:.3g}.",
+            f"Batch item 0 has another output with {count} padding tokens on the {side} than without padding. The "
+            "content of the padding has no effect.",
+            fix="Divide means by the number of real tokens, and count positions from the first real token.",
+        )
+
+
+def _of_pooled_content(run: Evidence, source: Source, pads: slice, proof: str) -> Finding:
+    """Return the fault of padding whose content changes the output of its batch item."""
+    real = torch.ones(source.length, dtype=torch.bool)
+    real[pads] = False
+    seen = [sight.seen[0] for sight in run.sights if sight.keys == source.length]
+    of_real = [each[real] if len(each) == source.length else each for each in seen]
+    if seen and not any(bool(each[:, pads].any()) for each in of_real):
+        return Finding(
+            "padding",
+            "The content of padding changes the output of its batch item, although no real query attends to it.",
+            proof,
+            fix="Pool over the real tokens alone, e.g. (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).",
+        )
+    return Finding(
+        "padding",
+        "The content of padding changes the output of its batch item.",
+        proof,
+        fix=_fix("Apply the mask to the keys", run.sights[0].layout if run.sights else ""),
+    )
 
 
 def padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:

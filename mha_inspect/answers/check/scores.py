@@ -77,15 +77,14 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
     if math.isclose(attention.scale, 1, rel_tol=1e-3):
         return "not scaled"
     otherwise = f", {attention.scale * max(names.head_dim, 1) ** 0.5:.4g} times 1/√head_dim"
-    known = _known_scales(attention, names).items()
+    known = [*_known_scales(attention, names).items(), *_chosen_scales(attention, names).items()]
     like = (f" = {name}" for name, value in known if math.isclose(attention.scale, value, rel_tol=1e-3))
     return f"{attention.scale:.4g}{next(like, otherwise)}"
 
 
 def _known_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
     """Return the expected scale, then other usual scales, by formula."""
-    head_dim = max(names.head_dim, 1)
-    width = attention.stages["query"].shape[-1] if "query" in attention.stages else 0
+    head_dim, width = max(names.head_dim, 1), _width(attention)
     return {
         "1/√head_dim": head_dim**-0.5,
         "1/head_dim": 1 / head_dim,
@@ -94,6 +93,17 @@ def _known_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
         "1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
         "1/√embed_dim": width**-0.5 if width > 1 else 0.0,
     }
+
+
+def _chosen_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
+    """Return scales by formula that some models have on purpose, e.g. Gemma 2, and others by mistake."""
+    width, heads = _width(attention), max(names.num_heads, 1)
+    return {"1/√(embed_dim / heads)": (width / heads) ** -0.5 if width > heads else 0.0}
+
+
+def _width(attention: Attention) -> int:
+    """Return the number of features of the input of the queries; 0 if it is unknown."""
+    return attention.stages["query"].shape[-1] if "query" in attention.stages else 0
 
 
 def softmax(evidence: Evidence) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from ...reports.trace import Cause
 from .edits import mismatches
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .head_counts import heads_clash
+from .large_numbers import number_too_large
 from .norms import norm_of_whole
 from .padding_masks import as_padding
 from .position_tables import transposed_table
@@ -35,6 +36,7 @@ from .tried import Edit, Fix, fix_that_runs, of_shape, resized, runs
 
 CAUSES = (
     *("argument_is_none", "index_out_of_range", "wrong_rank", "no_room", "cut_over_ranks"),
+    "number_too_large",
     *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
     *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
     *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
@@ -172,11 +174,14 @@ def _rooms(facts: Facts) -> Iterator[tuple[Operand, tuple[int, ...], Operand]]:
 
 
 def _kinds(facts: Facts) -> Iterator[Suspect]:
-    """Judge devices, then the dtypes of masks, then other dtypes."""
+    """Judge devices, then numbers that a dtype lacks, then the dtypes of masks, then other dtypes."""
     if facts.mixes_devices:
         odd, usual = _odd_one(facts, "device")
         what = f"{odd.name} is on {odd.device}; the other tensors are on {usual}."
         yield Suspect("mixed_devices", what, tuple(_moves(facts, odd, usual)))
+    too_large = number_too_large(facts)
+    if too_large is not None:
+        yield Suspect("number_too_large", too_large.explanation, too_large.fixes)
     mask, rule = facts.given("attn_mask"), ""
     if facts.base in LAYERS:
         masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]

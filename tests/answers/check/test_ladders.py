@@ -96,3 +96,10 @@ def test_ladders_are_shown() -> None:
 def test_a_large_base_is_a_number_of_digits() -> None:
     facts = {fact.name: fact.sentence for fact in report_of(Laddered(frequencies=pairs(0, 500000.0))).facts}
     assert facts["rotary by pair"].endswith("a position: base 500,000")
+
+
+def test_slopes_of_the_wrong_sign_are_a_suspicion() -> None:
+    (finding,) = report_of(Laddered(-ladder(4, 1))).findings
+    assert (finding.check, finding.sure) == ("masking", False)
+    assert "raises the scores of keys that are far from their query" in finding.sentence
+    assert report_of(Laddered(ladder(4, 1))).findings == ()

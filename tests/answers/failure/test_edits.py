@@ -264,3 +264,19 @@ def test_the_words_of_an_assert_stay_before_its_numbers() -> None:
     with pytest.raises(ForwardError) as caught:
         trace(Run(code, q=nn.Linear(32, 32)).eval(), X)
     assert "width must be a multiple of 7: made.shape[-1] % 7 is 4 and 0 is expected" in caught.value.trace.verdict
+
+
+def test_a_number_that_half_precision_lacks() -> None:
+    def code(x: Tensor, m: Tensor | None, q: nn.Module) -> Tensor:
+        assert m is not None
+        scores = heads(q(x), 4) @ heads(q(x), 4).mT
+        return scores.masked_fill(m == 0, -1e10).softmax(-1)
+
+    failure = failure_of(Run(code, q=nn.Linear(32, 32)).half(), X.half(), torch.ones(3, 1, 1, 12))
+    assert failure.cause is not None
+    assert failure.cause.name == "number_too_large"
+    assert failure.cause.explanation == ("scores is float16, and its smallest number is -65,504: -1e+10 does not fit.")
+    assert failure.cause.fix == "torch.finfo(scores.dtype).min in place of -1e+10."
+    # The oracle: with the number of the fix the same module runs.
+    scores = torch.randn(3, 4, 12, 12).half()
+    assert bool(scores.masked_fill(torch.ones(3, 1, 1, 12) == 0, torch.finfo(scores.dtype).min).isfinite().all())

@@ -1,0 +1,63 @@
+"""Why two sides differ in their queries and keys: they are normalized on one side alone, or over other features.
+
+    q = self.q_norm(q.view(b, t, heads, head_dim))      # in each head
+    q = self.q_norm(q).view(b, t, heads, head_dim)      # over all heads together
+
+A norm gives every vector that it is over one length. A rotation after it does not change the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from ..reports.diff import DiffReason
+from .comparable_run import ComparableRun
+
+_STAGES = {"q_heads": "queries", "k_heads": "keys"}
+_NEAR = 1e-2
+"""Lengths that differ by less are one: a norm adds a small number to the variance."""
+
+
+class _Places(Protocol):
+    """How the two sides are called."""
+
+    @property
+    def left(self) -> str: ...
+
+    @property
+    def right(self) -> str: ...
+
+
+def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where: _Places) -> Iterator[DiffReason]:
+    """Yield that queries or keys are normalized in other ways, if they are the first stage that differs."""
+    if first not in _STAGES:
+        return
+    for place in range(min(len(left.attentions), len(right.attentions))):
+        for stage, what in _STAGES.items():
+            ours, theirs = (_normalized(side.content(place, stage)) for side in (left, right))
+            if ours is None or theirs is None or ours == theirs:
+                continue
+            sentence = f"The {what} are {ours} {where.left} and {theirs} {where.right}."
+            yield DiffReason("norm", sentence)
+            return
+
+
+def _normalized(heads: Tensor | None) -> str | None:
+    """Return over what queries or keys, `batch heads position head_dim`, have one length; None if unknown."""
+    if heads is None or heads.dim() != 4 or heads.shape[0] * heads.shape[2] < 2 or not bool(heads.isfinite().all()):
+        return None
+    squares = heads.double().square()
+    if _is_one_number(squares.sum(-1)):
+        return "normalized in each head"
+    if _is_one_number(squares.sum((1, 3))):
+        return "normalized over all heads together"
+    return "not normalized"
+
+
+def _is_one_number(squares: Tensor) -> bool:
+    """Return whether positive numbers are all the same."""
+    lowest, highest = float(squares.min()), float(squares.max())
+    return lowest > 0 and highest - lowest <= _NEAR * highest
