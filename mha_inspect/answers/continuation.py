@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.rerun import between
+from ..measure.replaced import replacement
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.inner_steps import InnerStepsReader
-from ..naming.pattern import dims_of
+from ..naming.pattern import CANONICAL_AXES, dims_of
 from ..naming.visibility import sees
 from ..record.arguments import tensors_in
-from ..record.ops import TensorRef
 from ..reports.trace import Position
 from ..running.subject import Run
 from ..text import plural, shortened, small, spans
-from .check.replay import LostError, again
+from .check.replay import KeptRun, LostError, again
 
 _ROUNDING = 1600.0
 """Calls of other sizes round differently: numbers within this many epsilons of the largest are equal."""
@@ -81,19 +81,6 @@ def reason_of(continued: Continued) -> Reason | None:
             return reason
     each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
     return Reason(f"{each} that of one call: an operation after it makes the difference.")
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """The one call, as operations are replayed in it."""
-
-    run: Run
-    leaves: Mapping[int, Tensor]
-
-    def content(self, tensor: TensorRef) -> Tensor | None:
-        """Return the value of a recorded tensor; None if it was not kept."""
-        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
-        return None if value is None else value.detach()
 
 
 @dataclass(frozen=True)
@@ -280,27 +267,29 @@ class _Beside:
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
-        if new and not past and self._reads_old_tokens_alone:
+        if new and not past and self._reads_tokens_alone:
             return self._without_own(new), _OWN_FIX
         if new:
-            return f"The value of the new position {new[0]} differs from that of one call.", ""
+            differs = f"The value of the new position {new[0]} differs from that of one call."
+            return f"{differs}{self._tried('v_heads')}", ""
         if bool((self._tokens >= 0).all()):
             return (
                 f"The cache has lost position {missing[0]}: this call has {plural(rows, 'key')}, of positions "
                 f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}.",
                 "",
             )
-        return f"The cached values of positions {_ranges(missing)} differ from those of one call.", ""
+        differ = f"The cached values of positions {_ranges(missing)} differ from those of one call."
+        return f"{differ}{self._tried('v_heads')}", ""
 
     @property
-    def _reads_old_tokens_alone(self) -> bool:
-        """Whether the keys and the values of this call are rows of earlier tokens: a new one is in no row."""
+    def _reads_tokens_alone(self) -> bool:
+        """Whether the keys and the values of this call are rows of tokens, each its own: a missing one is in no row."""
         keys = self._pair("k_heads", 2)
         if keys is None or not len(self._tokens):
             return False
         of_keys = _matches(*keys, self._tokens)
-        are_old = self._tokens.ge(0) & self._tokens.lt(self.continued.start)
-        return bool(are_old.all()) and torch.equal(of_keys, self._tokens)
+        has_each_once = len(set(self._tokens.tolist())) == len(self._tokens)
+        return bool(self._tokens.ge(0).all()) and has_each_once and torch.equal(of_keys, self._tokens)
 
     def _without_own(self, new: list[int]) -> str:
         """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
@@ -352,7 +341,7 @@ class _Beside:
         if cached or stage is None:
             return None
         dims, run = dims_of(self.whole_names.of_stage("q_proj")), self.continued.whole
-        recorded = _Whole(run, self.continued.whole_leaves)
+        recorded = KeptRun(run, self.continued.whole_leaves)
         projected = recorded.content(stage)
         if ["query"] not in dims or projected is None:
             return None
@@ -423,17 +412,42 @@ class _Beside:
         """Return which of queries, new keys and cached keys differ."""
         new = [token for token in unlike if token >= self.continued.start]
         if cached and not new:
-            return f"The cached keys of positions {_ranges(cached)} differ from those of one call.", ""
+            differ = f"The cached keys of positions {_ranges(cached)} differ from those of one call."
+            return f"{differ}{self._tried('k_heads')}", ""
         sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
         if sides and not cached:
-            first = self.continued.start
-            return f"The {' and the '.join(sides)} of the new position {first} differ from those of one call.", ""
+            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
+            return f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}", ""
         if cached:
-            return f"The keys of positions {_ranges(unlike)} differ from those of one call.", ""
+            differ = f"The keys of positions {_ranges(unlike)} differ from those of one call."
+            return f"{differ}{self._tried('k_heads')}", ""
         scales = self.whole.scale, self.call.scale
         if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
             return f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.", ""
         return "The scores differ from those of one call, although queries and keys are equal.", ""
+
+    def _tried(self, stage: str) -> str:
+        """Return, as a further sentence, the change that makes a stage of this call that of one call; empty if none.
+
+        Of keys and values that are a row for each token so far, all are tried, then the cached ones and the new ones.
+        """
+        pair = self._pair(stage, 2)
+        if pair is None:
+            return ""
+        whole, call = pair
+        start, stop = self.continued.start, self.continued.stop
+        if call.shape[2] == self._queries and whole.shape[2] >= stop:
+            parts = [(whole[:, :, start:stop], call)]
+        elif call.shape[2] == stop <= whole.shape[2]:
+            parts = [(whole[:, :, at], call[:, :, at]) for at in (slice(stop), slice(start), slice(start, stop))]
+        else:
+            return ""
+        called = "in one call", "in this call"
+        for ours, theirs in parts:
+            found = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
+            if found is not None:
+                return f" {found.sentence}"
+        return ""
 
     @cached_property
     def _both(self) -> Tensor:

@@ -15,7 +15,7 @@ from ..naming.pattern import CANONICAL_AXES
 from ..naming.score_formulas import unlike_dot
 from ..naming.visibility import Rows
 from ..reports.common import Difference, Verdict
-from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
+from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
@@ -134,7 +134,10 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     )
     first, *others = _answer(report, given)
     masked_sentences = _masked(sides, comparison.masked)
-    found = reasons(left, right, report.first_differing_stage) if weights.whole and report.outcome == "differs" else ()
+    found: tuple[DiffReason, ...] = ()
+    if weights.whole and report.outcome == "differs":
+        place = next((row.attention or 1 for row in stages if row.verdict == "differs"), 1) - 1
+        found = reasons(left, right, report.first_differing_stage, place=place)
     why = [reason.sentence for reason in found]
     why += [f"To convert the weights of the left: {reason.line}" for reason in found if reason.line]
     if report.outcome != "differs":

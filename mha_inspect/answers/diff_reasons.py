@@ -27,6 +27,7 @@ from ..reports.diff import DiffReason
 from ..text import listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
 from .shared_weights import unreadable, weights_by_name, write_by_name
+from .stage_reasons import stage_reason
 
 _OF_QUERIES = ("W_q", "b_q")
 _OF_ROTATION = ("W_q", "b_q", "W_k", "b_k")
@@ -67,14 +68,18 @@ class Where:
 
 
 def reasons(
-    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None
+    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None, place: int = 0
 ) -> tuple[DiffReason, ...]:
     """Return why two sides with the same weights and input differ; empty if no candidate was the reason.
 
-    `first` is the first stage that differs. The weights of the right side are as before when this returns.
+    `first` is the first stage that differs, in the attention at `place`. The weights of the right side are as before
+    when this returns.
     """
     called = where or Where()
     found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
+    if not found and first is not None:
+        reason = stage_reason(left, right, place, first, (called.left, called.right))
+        found = () if reason is None else (reason,)
     return found or tuple(_of_padding(left, right))
 
 

@@ -24,18 +24,21 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ForwardError, InputError
+from ..graph.attention import Attention
 from ..layers.spec import Show
+from ..naming.axes import AxisNames
 from ..naming.canonical import contents_of
 from ..naming.pattern import STAGES
 from ..naming.visibility import kinds_of
 from ..record.arguments import copy_module, tensors_in
-from ..record.ranks import by_rank, parameters_of
+from ..record.ranks import by_rank, local, parameters_of
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.trace import Proof, Rank, Trace
 from ..running.subject import Run, Subject, run_and_record
 from ..text import first_few, first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
+from .rank_reasons import StageOfRanks, part_of
 from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .shard_plan import Plan, code_of, doubts_of, is_at, plan_of
@@ -384,7 +387,7 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
                 got = contents_of(outcome.run, *of_rank).get(stage)
                 if got is None:
                     continue
-                wanted = _part(expected[stage], got.shape, rank, ranks)
+                wanted = part_of(expected[stage], got.shape, rank, ranks)
                 which = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
                 said = f"The first difference is {stage}{which}"
                 if wanted is None:
@@ -393,15 +396,29 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
                 floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype)) if precise else 0.0
                 largest = distances(wanted, got)[0]
                 if judge(largest, floor)[1] == "differs":
-                    return f"{said} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+                    every = _of_every_rank(outcome, of_rank, stage, ranks)
+                    compared = StageOfRanks(stage, expected, every, _vectors(subject.module), floor)
+                    why = _why(compared, rank, ranks)
+                    return f"{said} on rank {rank}: {largest:.2g}, rounding {floor:.1g}.{why}"
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
 
 
-def _part(whole: Tensor, shape: torch.Size, rank: int, ranks: int) -> Tensor | None:
-    """Return the part of a stage that a rank should have, in this shape; None if it is no equal part."""
-    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size != part:
-            if part * ranks != size:
-                return None
-            whole = whole.narrow(dim, rank * part, part)
-    return whole
+def _vectors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of one dimension: biases, and weights of norms."""
+    return {name: local(each).detach() for name, each in module.named_parameters() if each.dim() == 1}
+
+
+def _of_every_rank(outcome: _Outcome, named: tuple[Attention, AxisNames], stage: str, ranks: int) -> list[Tensor]:
+    """Return a stage of each rank in canonical axes; fewer tensors if an axis has no name on a rank."""
+    every = []
+    for rank in range(ranks):
+        _take_rank(outcome.run, outcome.kept, rank)
+        content = contents_of(outcome.run, *named).get(stage)
+        every += [] if content is None else [content.clone()]
+    return every
+
+
+def _why(stage: StageOfRanks, rank: int, ranks: int) -> str:
+    """Return the reason of a rank's stage as a further sentence; empty without one."""
+    reason = stage.reason(rank) if len(stage.every) == ranks else ""
+    return f" {reason}" if reason else ""
