@@ -21,7 +21,7 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.inner_steps import InnerStepsReader
 from ..naming.pattern import CANONICAL_AXES, dims_of
-from ..naming.visibility import sees
+from ..naming.visibility import kinds_of, sees
 from ..record.arguments import tensors_in
 from ..reports.trace import Position
 from ..running.subject import Run
@@ -72,11 +72,14 @@ def reason_of(continued: Continued) -> Reason | None:
     pairs = [*zip(continued.whole.attentions, continued.named_call.attentions, strict=False)]
     if not pairs or len(continued.whole.attentions) != len(continued.call.attentions):
         return None
+    kinds = kinds_of(continued.whole)
     for place, (whole, call) in enumerate(pairs):
         beside = _Beside(continued, place, *whole, *call)
+        if beside.is_of_other_tokens:
+            continue  # e.g. of an encoder, which every call runs again
         if not beside.is_comparable:
             return None
-        reason = beside.reason()
+        reason = beside.reason_over_other_keys() if "cross" in kinds[place] else beside.reason()
         if reason is not None:
             return reason
     each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
@@ -135,6 +138,28 @@ class _Beside:
         """Whether scores and values of both runs are known, with a query for each token of the call."""
         return self._values is not None and self._scores is not None
 
+    @property
+    def is_of_other_tokens(self) -> bool:
+        """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
+        pairs = [(self._of_whole(stage), self._of_call(stage)) for stage in ("q_heads", "v_heads", "context")]
+        known = [(whole, call) for whole, call in pairs if whole is not None and call is not None]
+        if len(known) < len(pairs) or known[0][1].shape[2] == self._queries:
+            return False
+        return all(whole.shape == call.shape and _near(whole, call) for whole, call in known)
+
+    def reason_over_other_keys(self) -> Reason | None:
+        """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
+        found = self._input()
+        if found is not None:
+            return Reason(*found, self._line("_input"), self.call.module)
+        for stage in ("k_heads", "v_heads"):
+            pair = self._pair(stage, 2)
+            if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
+                side = "keys" if stage == "k_heads" else "values"
+                sentence = f"The {side} of the other sequence differ from those of one call."
+                return Reason(sentence, "", self._line(stage), self.call.module)
+        return self._of_output()
+
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor] | None:
         """The scores of the call's tokens in both runs: `batch heads query key`."""
@@ -184,6 +209,10 @@ class _Beside:
             sentence, fix = each() or ("", "")
             if sentence:
                 return Reason(sentence, fix, self._line(each.__name__), self.call.module)
+        return self._of_output()
+
+    def _of_output(self) -> Reason | None:
+        """Return whether the output differs, although nothing before it does."""
         output = self._of_queries("output", 1) or self._of_queries("context", 2)
         if output is not None and not _near(*output):
             return Reason("The output of the attention differs, although its scores and values are equal.")
@@ -489,12 +518,16 @@ class _Beside:
             return None
         whole, call = pair[0][..., self._tokens[self._filled]], pair[1][..., self._filled]
         both = self._both[:, None].expand_as(whole).to(whole.device)
-        if _near(whole.masked_fill(~both, 0.0), call.masked_fill(~both, 0.0)):
+        attended = whole.masked_fill(~both, 0.0)
+        if _near(attended, call.masked_fill(~both, 0.0)):
             return None
         added = call - scores[1][..., self._filled]
         expected = whole - scores[0][..., self._tokens[self._filled]]
         apart = (added - expected).abs().masked_fill(~both, 0.0)
-        query = int((apart > _tolerance(whole)).any(3).any(1).any(0).nonzero()[0])
+        differs = (apart > _tolerance(attended)).any(3).any(1).any(0).nonzero()
+        if not len(differs):
+            return None  # the scores differ, and what is added to them does not
+        query = int(differs[0])
         of_query = apart[:, :, query : query + 1]
         batch, head, _, row = (int(number) for number in (of_query > 0.999 * of_query.max()).nonzero()[0])
         key, position = int(self._tokens[self._filled][row]), self.continued.start + query
@@ -514,7 +547,7 @@ class _Beside:
             return None
         seen = sees(weights, masked).cpu()
         whole, tokens = masked - scores, self._tokens[self._filled]
-        fits, near = [], _tolerance(masked)
+        fits, near = [], _tolerance(scores)
         for position in range(whole.shape[2]):
             mark = seen[:, position, tokens][:, None].expand_as(added).to(added.device)
             row = whole[:, :, position, tokens]
