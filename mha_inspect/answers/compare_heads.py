@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -19,12 +19,13 @@ from ..naming.canonical import is_by_turn
 from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.score_formulas import unlike_dot
 from ..naming.stage_facts import StageFacts
-from ..naming.visibility import Rows
+from ..naming.visibility import Rows, masks_of
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, StageShapes, Timing
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
+from .diff_reasons import Where, visible_pairs
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_training, in_the_same_parts
@@ -74,6 +75,7 @@ def compare_heads(
     focuses: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
     effects: dict[str, None] = {}
+    unlike: dict[str, None] = {}
     shapes: list[dict[str, tuple[int, ...]]] = []
     shares_keys = False
     all_nan = True
@@ -91,6 +93,8 @@ def compare_heads(
         if see is not None:
             see(num_heads, run)
         flops.append(_flops_of(run.run) if time else ())
+        if run is not baseline:
+            unlike.update(dict.fromkeys(_unlike_masks(baseline, run)))
         if masked:
             effects[fate_of(run.content(0, "weights"), masked)] = None
         all_nan = all_nan and bool(run.returned.isnan().all())
@@ -107,6 +111,7 @@ def compare_heads(
         outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
             *answer(rows, copied, all_nan=all_nan),
+            *unlike,
             *_masked(baseline, masked, list(effects)),
             *unlike_dot(baseline.run),
         ),
@@ -115,6 +120,25 @@ def compare_heads(
         timing=_compare_times(counted, flops) if time else None,
         measured_against=baseline.measured_against,
     )
+
+
+def _unlike_masks(baseline: HeadRun, run: HeadRun) -> Iterator[str]:
+    """Yield how the masks of a head count differ from those of the baseline: that is no effect of the split."""
+    called = Where(*(f"with {plural(each.num_heads, 'head')}" for each in (baseline, run)))
+    for place in range(min(len(baseline.attentions), len(run.attentions))):
+        if _masks_by_scores(baseline, place) or _masks_by_scores(run, place):
+            continue  # e.g. the best keys of each head: that is an effect of the split
+        sentence = visible_pairs(baseline, run, place, called)
+        if sentence:
+            yield f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
+            return
+
+
+def _masks_by_scores(run: HeadRun, place: int) -> bool:
+    """Return whether a mask of an attention depends on the inputs."""
+    graph, (attention, _) = run.run.graph, run.attentions[place]
+    masks = [tensor for op in attention.masks for tensor in masks_of(graph, attention, op)]
+    return any(graph.comes_from_inputs(tensor) for tensor in masks)
 
 
 def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:

@@ -363,7 +363,7 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
         return
     for place in range(min(len(left.attentions), len(right.attentions))):
         sentence = (
-            _of_visible_pairs(left, right, place, where)
+            visible_pairs(left, right, place, where)
             or _of_slopes(left, right, place, where)
             or _of_lowered_scores(left, right, place, where)
         )
@@ -398,7 +398,7 @@ def _of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReaso
                 return
 
 
-def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
     seen = []
     for side in (left, right):
