@@ -14,12 +14,13 @@ from torch import nn
 
 from ..call.call import explaining
 from ..errors import SpecError
+from ..graph.rerun import between
 from ..measure.weights import copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.score_formulas import unlike_dot
 from ..naming.stage_facts import StageFacts
-from ..naming.visibility import Rows, masks_of
+from ..naming.visibility import Rows
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, StageShapes, Timing
 from ..running.subject import Run, Subject
@@ -135,10 +136,14 @@ def _unlike_masks(baseline: HeadRun, run: HeadRun) -> Iterator[str]:
 
 
 def _masks_by_scores(run: HeadRun, place: int) -> bool:
-    """Return whether a mask of an attention depends on the inputs."""
-    graph, (attention, _) = run.run.graph, run.attentions[place]
-    masks = [tensor for op in attention.masks for tensor in masks_of(graph, attention, op)]
-    return any(graph.comes_from_inputs(tensor) for tensor in masks)
+    """Return whether a mask of an attention is made of its scores, so that several operands depend on them."""
+    recording, (attention, _) = run.run.recording, run.attentions[place]
+    scores = attention.score_product.op.output
+    for op in attention.masks:
+        made = [each for each in op.inputs if each.id == scores.id or between(recording, {scores.id}, each)]
+        if len(made) > 1:
+            return True
+    return False
 
 
 def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:

@@ -350,12 +350,21 @@ def _of_raised(loop: _Loop, way: str, places: list[int], error: RaisedError) -> 
         return
     if not is_declared:
         raise UndeclaredError("--cache NAME") from error
+    if not memory.in_module and _is_no_cache(error):
+        why = f"the second output is a tensor, which {memory.name} does not take"
+        raise NotPossibleError(why, give="Check a module that returns its cache as its second value") from error
     how = f"{memory.name} advanced" if memory.in_module else f"its second output as {memory.name}"
     yield Finding(
         "cache",
         f"The forward raises when it continues from its cache ({way}): {error}.",
         f"It was called with {how}, and the next tokens.",
     )
+
+
+def _is_no_cache(error: RaisedError) -> bool:
+    """Return whether a call raised because it used a tensor as an object: it was given something else than a cache."""
+    cause = error.__cause__
+    return isinstance(cause, AttributeError) and isinstance(cause.obj, Tensor)
 
 
 def _of_mask(trimmed: _Loop, way: str, error: RaisedError, *, runs_cut: bool, sure: bool) -> Iterator[Finding]:

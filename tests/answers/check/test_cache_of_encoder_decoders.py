@@ -12,8 +12,9 @@ from torch import nn
 from transformers import BartConfig, BartModel, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
-from mha_inspect import check
+from mha_inspect import Intent, check
 from mha_inspect.answers.decode import decoded
+from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
@@ -89,3 +90,11 @@ def test_a_right_encoder_and_decoder_of_another_kind_has_no_finding() -> None:
     config = BartConfig(vocab_size=50, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **size)
     model = BartModel(config).eval()
     assert not check(model, input_ids=ids(7), decoder_input_ids=ids(), only="cache").findings
+
+
+def test_a_second_output_that_is_no_cache_is_no_fault() -> None:
+    """T5Attention returns its bias second, and fills the cache that it is given."""
+    torch.manual_seed(0)
+    layer = T5Attention(T5Config(**SIZES, is_decoder=True), has_relative_attention_bias=True, layer_idx=0).eval()
+    with pytest.raises(InputError, match="the second output is a tensor, which cache does not take"):
+        check(layer, torch.randn(2, LENGTH, 32), intent=Intent(cache="cache"), only="cache")
