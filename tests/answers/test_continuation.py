@@ -200,7 +200,10 @@ class Faulty(nn.Module):
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.q, self.k, self.v, self.o = (nn.Linear(20, 20) for _ in range(4))
+        with torch.no_grad():
+            self.q.weight.mul_(6)  # a rounded key then changes its weight by more than rounding does
         self.fault = fault
 
     def forward(self, x: Tensor, past_kv: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
