@@ -3,7 +3,7 @@
     softmax(q @ k.mT)                    # weights that nothing multiplies by values, as in DETR's MHAttentionMap
     q @ (k.mT @ v)                       # linear attention: no score of a query and a key is ever computed
 
-Both are told by the dataflow and the numbers of the run: by products of two activations, and tensors that sum to one.
+Both show in the dataflow and the numbers of the run: in products of two activations, and tensors that sum to one.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _without_weights(run: Run, products: list[Op]) -> Iterator[str]:
                 continue
             yield (
                 f"Found instead: two products of activations in a row, {first.base_name} {list(first.output.shape)} at "
-                f"{first.source} and {second.base_name} {list(second.output.shape)} at {second.source}, and nothing "
-                "between them sums to 1: no softmax(QKᵀ)V, e.g. linear attention."
+                f"{first.source} and {second.base_name} {list(second.output.shape)} at {second.source}. "
+                "Nothing between them sums to 1, as in linear attention."
             )
 
 

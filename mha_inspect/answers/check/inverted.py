@@ -91,7 +91,7 @@ def _sees_tokens_alone(evidence: Evidence, sight: SeenKeys, padding: _Padding, i
 
 
 def _masks(evidence: Evidence, padding: _Padding) -> Iterator[TensorRef]:
-    """Yield the recorded booleans, `batch key`, that tell the padding from the other tokens, in order."""
+    """Yield the recorded booleans, `batch key`, that are True for the padding or for the other tokens, in order."""
     recording = evidence.run.recording
     given = [named.tensor for named in recording.inputs]
     made = [tensor for op in recording.ops for tensor in op.outputs]
