@@ -58,9 +58,8 @@ class Check(NamedTuple):
 
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
-    yield from masking(evidence)
-    yield from slopes_off(evidence)
-    yield from unlike_masks(evidence)
+    found = [*masking(evidence), *slopes_off(evidence)]
+    yield from found or unlike_masks(evidence)  # a layer with a fault is unlike the others
 
 
 def _rotations(evidence: Evidence) -> Iterator[Finding]:
