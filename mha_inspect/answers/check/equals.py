@@ -49,8 +49,8 @@ def unlike_scales(evidence: Evidence) -> Iterator[Finding]:
     """Yield equal layers with another measured scale than the others."""
     for stack in _stacks(evidence):
         scales = [layer.attention.scale for layer in stack]
-        if any(scale is None for scale in scales):
-            continue
+        if not all(scales):
+            continue  # unknown: where a mask takes every score, none of the product is left
         odd = _odd_ones(evidence, stack, [_rounded(scale or 0.0) for scale in scales], of_numbers=False)
         if odd is None:
             odd = _half_wrong(stack, [scale or 0.0 for scale in scales])
