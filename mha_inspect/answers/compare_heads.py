@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..call.call import explaining
 from ..errors import SpecError
+from ..graph.rerun import between
 from ..measure.weights import copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import CANONICAL_AXES, STAGES
@@ -25,6 +26,7 @@ from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, H
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
+from .diff_reasons import Where, visible_pairs
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_training, in_the_same_parts
@@ -74,6 +76,7 @@ def compare_heads(
     focuses: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
     effects: dict[str, None] = {}
+    unlike: dict[str, None] = {}
     shapes: list[dict[str, tuple[int, ...]]] = []
     shares_keys = False
     all_nan = True
@@ -91,6 +94,8 @@ def compare_heads(
         if see is not None:
             see(num_heads, run)
         flops.append(_flops_of(run.run) if time else ())
+        if run is not baseline:
+            unlike.update(dict.fromkeys(_unlike_masks(baseline, run)))
         if masked:
             effects[fate_of(run.content(0, "weights"), masked)] = None
         all_nan = all_nan and bool(run.returned.isnan().all())
@@ -107,6 +112,7 @@ def compare_heads(
         outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
             *answer(rows, copied, all_nan=all_nan),
+            *unlike,
             *_masked(baseline, masked, list(effects)),
             *unlike_dot(baseline.run),
         ),
@@ -115,6 +121,29 @@ def compare_heads(
         timing=_compare_times(counted, flops) if time else None,
         measured_against=baseline.measured_against,
     )
+
+
+def _unlike_masks(baseline: HeadRun, run: HeadRun) -> Iterator[str]:
+    """Yield how the masks of a head count differ from those of the baseline: that is no effect of the split."""
+    called = Where(*(f"with {plural(each.num_heads, 'head')}" for each in (baseline, run)))
+    for place in range(min(len(baseline.attentions), len(run.attentions))):
+        if _masks_by_scores(baseline, place) or _masks_by_scores(run, place):
+            continue  # e.g. the best keys of each head: that is an effect of the split
+        sentence = visible_pairs(baseline, run, place, called)
+        if sentence:
+            yield f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
+            return
+
+
+def _masks_by_scores(run: HeadRun, place: int) -> bool:
+    """Return whether a mask of an attention is made of its scores, so that several operands depend on them."""
+    recording, (attention, _) = run.run.recording, run.attentions[place]
+    scores = attention.score_product.op.output
+    for op in attention.masks:
+        made = [each for each in op.inputs if each.id == scores.id or between(recording, {scores.id}, each)]
+        if len(made) > 1:
+            return True
+    return False
 
 
 def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:

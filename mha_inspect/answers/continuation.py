@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.rerun import between
+from ..measure.replaced import replacement
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.inner_steps import InnerStepsReader
-from ..naming.pattern import dims_of
-from ..naming.visibility import sees
+from ..naming.pattern import CANONICAL_AXES, dims_of
+from ..naming.visibility import kinds_of, sees
 from ..record.arguments import tensors_in
-from ..record.ops import TensorRef
 from ..reports.trace import Position
 from ..running.subject import Run
 from ..text import plural, shortened, small, spans
@@ -74,28 +74,18 @@ def reason_of(continued: Continued) -> Reason | None:
     pairs = [*zip(continued.whole.attentions, continued.named_call.attentions, strict=False)]
     if not pairs or len(continued.whole.attentions) != len(continued.call.attentions):
         return None
+    kinds = kinds_of(continued.whole)
     for place, (whole, call) in enumerate(pairs):
         beside = _Beside(continued, place, *whole, *call)
+        if beside.is_of_other_tokens:
+            continue  # e.g. of an encoder, which every call runs again
         if not beside.is_comparable:
             return None
-        reason = beside.reason()
+        reason = beside.reason_over_other_keys() if "cross" in kinds[place] else beside.reason()
         if reason is not None:
             return reason
     each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
     return Reason(f"{each} that of one call: an operation after it makes the difference.")
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """The one call, as operations are replayed in it."""
-
-    run: Run
-    leaves: Mapping[int, Tensor]
-
-    def content(self, tensor: TensorRef) -> Tensor | None:
-        """Return the value of a recorded tensor; None if it was not kept."""
-        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
-        return None if value is None else value.detach()
 
 
 @dataclass(frozen=True)
@@ -150,6 +140,28 @@ class _Beside:
         """Whether scores and values of both runs are known, with a query for each token of the call."""
         return self._values is not None and self._scores is not None
 
+    @property
+    def is_of_other_tokens(self) -> bool:
+        """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
+        pairs = [(self._of_whole(stage), self._of_call(stage)) for stage in ("q_heads", "v_heads", "context")]
+        known = [(whole, call) for whole, call in pairs if whole is not None and call is not None]
+        if len(known) < len(pairs) or known[0][1].shape[2] == self._queries:
+            return False
+        return all(whole.shape == call.shape and _near(whole, call) for whole, call in known)
+
+    def reason_over_other_keys(self) -> Reason | None:
+        """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
+        found = self._input()
+        if found is not None:
+            return Reason(*found, self._line("_input"), self.call.module)
+        for stage in ("k_heads", "v_heads"):
+            pair = self._pair(stage, 2)
+            if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
+                side = "keys" if stage == "k_heads" else "values"
+                sentence = f"The {side} of the other sequence differ from those of one call."
+                return Reason(sentence, "", self._line(stage), self.call.module)
+        return self._of_output()
+
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor] | None:
         """The scores of the call's tokens in both runs: `batch heads query key`."""
@@ -199,6 +211,10 @@ class _Beside:
             sentence, fix = each() or ("", "")
             if sentence:
                 return Reason(sentence, fix, self._line(each.__name__), self.call.module)
+        return self._of_output()
+
+    def _of_output(self) -> Reason | None:
+        """Return whether the output differs, although nothing before it does."""
         output = self._of_queries("output", 1) or self._of_queries("context", 2)
         if output is not None and not _near(*output):
             return Reason("The output of the attention differs, although its scores and values are equal.")
@@ -282,27 +298,29 @@ class _Beside:
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
-        if new and not past and self._reads_old_tokens_alone:
+        if new and not past and self._reads_tokens_alone:
             return self._without_own(new), _OWN_FIX
         if new:
-            return f"The value of the new position {new[0]} differs from that of one call.", ""
+            differs = f"The value of the new position {new[0]} differs from that of one call."
+            return f"{differs}{self._tried('v_heads')}", ""
         if bool((self._tokens >= 0).all()):
             return (
                 f"The cache has lost position {missing[0]}: this call has {plural(rows, 'key')}, of positions "
                 f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}.",
                 "",
             )
-        return f"The cached values of positions {_ranges(missing)} differ from those of one call.", ""
+        differ = f"The cached values of positions {_ranges(missing)} differ from those of one call."
+        return f"{differ}{self._tried('v_heads')}", ""
 
     @property
-    def _reads_old_tokens_alone(self) -> bool:
-        """Whether the keys and the values of this call are rows of earlier tokens: a new one is in no row."""
+    def _reads_tokens_alone(self) -> bool:
+        """Whether the keys and the values of this call are rows of tokens, each its own: a missing one is in no row."""
         keys = self._pair("k_heads", 2)
         if keys is None or not len(self._tokens):
             return False
         of_keys = _matches(*keys, self._tokens)
-        are_old = self._tokens.ge(0) & self._tokens.lt(self.continued.start)
-        return bool(are_old.all()) and torch.equal(of_keys, self._tokens)
+        has_each_once = len(set(self._tokens.tolist())) == len(self._tokens)
+        return bool(self._tokens.ge(0).all()) and has_each_once and torch.equal(of_keys, self._tokens)
 
     def _without_own(self, new: list[int]) -> str:
         """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
@@ -388,7 +406,7 @@ class _Beside:
         stage, names = self.whole.stages.get(projection), self.whole_names
         if stage is None:
             return []
-        dims, recorded = dims_of(names.of_stage(projection)), _Whole(self.continued.whole, self.continued.whole_leaves)
+        dims, recorded = dims_of(names.of_stage(projection)), KeptRun(self.continued.whole, self.continued.whole_leaves)
         projected = recorded.content(stage)
         if [side] not in dims or projected is None:
             return []
@@ -453,17 +471,42 @@ class _Beside:
         """Return which of queries, new keys and cached keys differ."""
         new = [token for token in unlike if token >= self.continued.start]
         if cached and not new:
-            return f"The cached keys of positions {_ranges(cached)} differ from those of one call.", ""
+            differ = f"The cached keys of positions {_ranges(cached)} differ from those of one call."
+            return f"{differ}{self._tried('k_heads')}", ""
         sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
         if sides and not cached:
-            first = self.continued.start
-            return f"The {' and the '.join(sides)} of the new position {first} differ from those of one call.", ""
+            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
+            return f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}", ""
         if cached:
-            return f"The keys of positions {_ranges(unlike)} differ from those of one call.", ""
+            differ = f"The keys of positions {_ranges(unlike)} differ from those of one call."
+            return f"{differ}{self._tried('k_heads')}", ""
         scales = self.whole.scale, self.call.scale
         if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
             return f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.", ""
         return "The scores differ from those of one call, although queries and keys are equal.", ""
+
+    def _tried(self, stage: str) -> str:
+        """Return, as a further sentence, the change that makes a stage of this call that of one call; empty if none.
+
+        Of keys and values that are a row for each token so far, all are tried, then the cached ones and the new ones.
+        """
+        pair = self._pair(stage, 2)
+        if pair is None:
+            return ""
+        whole, call = pair
+        start, stop = self.continued.start, self.continued.stop
+        if call.shape[2] == self._queries and whole.shape[2] >= stop:
+            parts = [(whole[:, :, start:stop], call)]
+        elif call.shape[2] == stop <= whole.shape[2]:
+            parts = [(whole[:, :, at], call[:, :, at]) for at in (slice(stop), slice(start), slice(start, stop))]
+        else:
+            return ""
+        called = "in one call", "in this call"
+        for ours, theirs in parts:
+            found = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
+            if found is not None:
+                return f" {found.sentence}"
+        return ""
 
     @cached_property
     def _both(self) -> Tensor:
@@ -505,12 +548,16 @@ class _Beside:
             return None
         whole, call = pair[0][..., self._tokens[self._filled]], pair[1][..., self._filled]
         both = self._both[:, None].expand_as(whole).to(whole.device)
-        if _near(whole.masked_fill(~both, 0.0), call.masked_fill(~both, 0.0)):
+        attended = whole.masked_fill(~both, 0.0)
+        if _near(attended, call.masked_fill(~both, 0.0)):
             return None
         added = call - scores[1][..., self._filled]
         expected = whole - scores[0][..., self._tokens[self._filled]]
         apart = (added - expected).abs().masked_fill(~both, 0.0)
-        query = int((apart > _tolerance(whole)).any(3).any(1).any(0).nonzero()[0])
+        differs = (apart > _tolerance(attended)).any(3).any(1).any(0).nonzero()
+        if not len(differs):
+            return None  # the scores differ, and what is added to them does not
+        query = int(differs[0])
         of_query = apart[:, :, query : query + 1]
         batch, head, _, row = (int(number) for number in (of_query > 0.999 * of_query.max()).nonzero()[0])
         key, position = int(self._tokens[self._filled][row]), self.continued.start + query
@@ -530,7 +577,7 @@ class _Beside:
             return None
         seen = sees(weights, masked).cpu()
         whole, tokens = masked - scores, self._tokens[self._filled]
-        fits, near = [], _tolerance(masked)
+        fits, near = [], _tolerance(scores)
         for position in range(whole.shape[2]):
             mark = seen[:, position, tokens][:, None].expand_as(added).to(added.device)
             row = whole[:, :, position, tokens]

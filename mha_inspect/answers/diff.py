@@ -137,7 +137,8 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     masked_sentences = _masked(sides, comparison.masked)
     found: tuple[DiffReason, ...] = ()
     if report.outcome == "differs" and weights.whole:
-        found = reasons(left, right, report.first_differing_stage)
+        place = next((row.attention or 1 for row in stages if row.verdict == "differs"), 1) - 1
+        found = reasons(left, right, report.first_differing_stage, place=place)
     elif report.outcome == "differs":
         found = tuple(of_norms(left, right, report.first_differing_stage, Where()))
     why = [reason.sentence for reason in found]

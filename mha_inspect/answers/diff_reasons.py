@@ -28,6 +28,7 @@ from ..text import first_few, listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
 from .norm_reasons import of_norms
 from .shared_weights import unreadable, weights_by_name, write_by_name
+from .stage_reasons import stage_reason
 
 _OF_QUERIES = ("W_q", "b_q")
 _OF_ROTATION = ("W_q", "b_q", "W_k", "b_k")
@@ -68,15 +69,20 @@ class Where:
 
 
 def reasons(
-    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None
+    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None, place: int = 0
 ) -> tuple[DiffReason, ...]:
     """Return why two sides with the same weights and input differ; empty if no candidate was the reason.
 
-    `first` is the first stage that differs. The weights of the right side are as before when this returns.
+    `first` is the first stage that differs, in the attention at `place`. The weights of the right side are as before
+    when this returns.
     """
     called = where or Where()
     found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
-    return found or tuple(of_norms(left, right, first, called)) or tuple(_of_padding(left, right))
+    found = found or tuple(of_norms(left, right, first, called))
+    if not found and first is not None:
+        reason = stage_reason(left, right, place, first, (called.left, called.right))
+        found = () if reason is None else (reason,)
+    return found or tuple(_of_padding(left, right))
 
 
 def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
@@ -376,7 +382,7 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
         return
     for place in range(min(len(left.attentions), len(right.attentions))):
         sentence = (
-            _of_visible_pairs(left, right, place, where)
+            visible_pairs(left, right, place, where)
             or _of_slopes(left, right, place, where)
             or _of_biases(left, right, place, where)
             or _of_lowered_scores(left, right, place, where)
@@ -412,7 +418,7 @@ def _of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReaso
                 return
 
 
-def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
     seen = []
     for side in (left, right):

@@ -24,18 +24,21 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ForwardError, InputError
+from ..graph.attention import Attention
 from ..layers.spec import Show
+from ..naming.axes import AxisNames
 from ..naming.canonical import contents_of
 from ..naming.pattern import STAGES
 from ..naming.visibility import kinds_of
 from ..record.arguments import copy_module, tensors_in
-from ..record.ranks import by_rank, parameters_of
+from ..record.ranks import by_rank, local, parameters_of
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.trace import Proof, Rank, Trace
 from ..running.subject import Run, Subject, run_and_record
 from ..text import first_few, first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
+from .rank_reasons import StageOfRanks, part_of
 from .ranks import Shard, rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .shard_plan import Plan, Style, code_of, doubts_of, is_at, plan_of
@@ -492,33 +495,61 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
                 if content is None:
                     continue
                 difference = _difference_on(rank, ranks, content, expected[stage], precise.get(stage))
-                if difference:
-                    return f"The first difference is {stage}{of_attention}{difference}"
+                if difference is None:
+                    continue
+                every = _of_every_rank(outcome, outcome.run.attentions[number], stage, ranks)
+                compared = StageOfRanks(stage, expected, every, _vectors(subject.module), difference.floor)
+                why = _why(compared, rank, ranks) if difference.is_part else ""
+                return f"The first difference is {stage}{of_attention}{difference.words}{why}"
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
 
 
-def _difference_on(rank: int, ranks: int, content: Tensor, expected: Tensor, precise: Tensor | None) -> str:
-    """Return how a stage of a rank is not its part of the whole module's, the end of a sentence; empty if it is.
+@dataclass(frozen=True)
+class _RankDifference:
+    """How a stage of a rank is not its part of the whole module's."""
+
+    words: str
+    """The end of a sentence."""
+    floor: float
+    """The rounding error of the whole module's stage."""
+    is_part: bool
+    """Whether its shape is that of a part."""
+
+
+def _difference_on(
+    rank: int, ranks: int, content: Tensor, expected: Tensor, precise: Tensor | None
+) -> _RankDifference | None:
+    """Return how a stage of a rank is not its part of the whole module's; None if it is.
 
     `precise` is the whole module's stage in float64, which shows its rounding error.
     """
-    part = _part(expected, content.shape, rank, ranks)
+    part = part_of(expected, content.shape, rank, ranks)
+    floor = 0.0 if precise is None else rounding_error(expected, precise.to(expected.dtype))
     if part is None:
         shape, whole = shape_text(tuple(content.shape)), shape_text(tuple(expected.shape))
-        return f": rank {rank} has {shape}, no part of {whole}."
-    floor = 0.0 if precise is None else rounding_error(expected, precise.to(expected.dtype))
+        return _RankDifference(f": rank {rank} has {shape}, no part of {whole}.", floor, is_part=False)
     largest = distances(part, content)[0]
     if judge(largest, floor)[1] != "differs":
-        return ""
-    return f" on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+        return None
+    return _RankDifference(f" on rank {rank}: {largest:.2g}, rounding {floor:.1g}.", floor, is_part=True)
 
 
-def _part(whole: Tensor, shape: torch.Size, rank: int, ranks: int) -> Tensor | None:
-    """Return the part of a stage that a rank should have, in this shape; None if it is no equal part."""
-    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size == part:
-            continue
-        if part * ranks != size:
-            return None
-        whole = whole.narrow(dim, rank * part, part)
-    return whole
+def _vectors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of one dimension: biases, and weights of norms."""
+    return {name: local(each).detach() for name, each in module.named_parameters() if each.dim() == 1}
+
+
+def _of_every_rank(outcome: _Outcome, named: tuple[Attention, AxisNames], stage: str, ranks: int) -> list[Tensor]:
+    """Return a stage of each rank in canonical axes; fewer tensors if an axis has no name on a rank."""
+    every = []
+    for rank in range(ranks):
+        _take_rank(outcome.run, outcome.kept, rank)
+        content = contents_of(outcome.run, *named).get(stage)
+        every += [] if content is None else [content.clone()]
+    return every
+
+
+def _why(stage: StageOfRanks, rank: int, ranks: int) -> str:
+    """Return the reason of a rank's stage as a further sentence; empty without one."""
+    reason = stage.reason(rank) if len(stage.every) == ranks else ""
+    return f" {reason}" if reason else ""

@@ -17,6 +17,7 @@ from ..record.tensors import uncollected
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
+from .lookalikes import found_instead
 from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
@@ -52,7 +53,8 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
         trace = with_whole_shapes(trace, run, subject.module)
         is_kept = bool(run.recording.values)
         numbers = _of_numbers(subject, before, run, is_kept)
-        notes = (*mask_notes(run, leaves), *([numbers] if numbers else []))
+        instead = found_instead(run)
+        notes = (*mask_notes(run, leaves), *filter(None, (numbers, instead)))
         trace = _judged(trace, subject, run, before) if judge else replace(trace, unjudged="it was not asked for")
     if not keep:
         run.recording.values.clear()

@@ -109,7 +109,9 @@ class OutputDifference(Difference):
 class DiffReason:
     """Why both sides differ, as it was tried or measured."""
 
-    kind: Literal["order", "rotation", "shared heads", "scale", "mask", "norm", "padding"]
+    kind: Literal[
+        "order", "rotation", "shared heads", "scale", "mask", "norm", "padding", "number", "position", "dtype"
+    ]
     """The kind of the difference."""
     sentence: str
     """The reason, with the numbers of both sides."""

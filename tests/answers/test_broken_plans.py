@@ -184,6 +184,13 @@ BREAKS: dict[str, tuple[Broken, str]] = {
     "norm cut": (cut_norm, "query"),
 }
 """What is broken, and the first wrong stage, or the projection that raises."""
+REASONS = {
+    "no sum": "Added up over the 2 ranks",
+    "bias on every rank": "every rank adds the bias",
+    "q and k swapped": "t is the part of k_proj.",
+    "keys cut inside a head": "t has the features",
+}
+"""What is broken to the reason, which is tried on the numbers."""
 IMPOSSIBLE = {("llama", "q and k swapped"), ("grouped-query", "q and k swapped"), ("t5", "bias on every rank")}
 CASES = [
     (name, how)
@@ -224,6 +231,7 @@ def test_each_broken_plan_is_found_at_its_stage(name: str, how: str) -> None:
     proof = sharded(made, Show(), 2, Plan(code=cut))[0].proof
     assert proof.agrees is (how == "right"), proof
     assert how == "right" or proof.note.startswith(f"The first difference is {wrong} on rank 0: "), proof
+    assert REASONS.get(how, "") in proof.note, proof
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,62 @@ def test_what_differs_before_the_attention_is_said() -> None:
         "The input of attention 1 differs at position 6: an operation before it makes the difference"
         in finding.sentence
     )
+
+
+class Faulty(nn.Module):
+    """A causal attention with a cache; the calls that continue from it have a fault."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(20, 20) for _ in range(4))
+        with torch.no_grad():
+            self.q.weight.mul_(6)  # a rounded key then changes its weight by more than rounding does
+        self.fault = fault
+
+    def forward(self, x: Tensor, past_kv: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = (f(x).unflatten(-1, (4, 5)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if past_kv is not None:
+            old_k, old_v = past_kv
+            if self.fault == "keys doubled":
+                old_k = 2 * old_k
+            if self.fault == "heads moved":
+                old_k = old_k.roll(1, 1)
+            if self.fault == "values halved":
+                old_v = 0.5 * old_v
+            if self.fault == "queries halved":
+                q = 0.5 * q
+            if self.fault == "rounded":
+                old_k = old_k.bfloat16().float()
+            k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+            if self.fault == "newest dropped":
+                k, v = k[:, :, :-1], v[:, :, :-1]
+        rows, keys = q.shape[2], k.shape[2]
+        hidden = torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1)
+        weights = (q @ k.mT / math.sqrt(5)).masked_fill(hidden, -torch.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+TRIED = {
+    "keys doubled": "k_heads in one call is 0.5 times k_heads in this call",
+    "heads moved": "The heads of k_heads are in another order: in one call they are 1 2 3 0 of those in this call.",
+    "values halved": "v_heads in one call is 2 times v_heads in this call",
+    "queries halved": "The scores are scaled by 0.2236, and in one call by 0.4472.",
+    "rounded": "k_heads in this call is rounded to bfloat16",
+    "newest dropped": "the key of position 10 itself is missing",
+}
+
+
+@pytest.mark.parametrize("fault", TRIED)
+def test_what_was_tried_is_told_of_cached_calls(fault: str) -> None:
+    (finding,) = report_of(Faulty(fault), Intent(cache="past_kv")).findings
+    assert TRIED[fault] in finding.sentence
+    subject = Subject(Faulty(fault).eval(), (torch.randn(2, 12, 20),), {})
+    proof = decoded(subject, Show(), 6, cache="past_kv")[0].decode
+    assert proof is not None
+    assert proof.verdict == "differs"
+    assert TRIED[fault].replace("position 10", "position 6") in proof.reason
+
+
+def test_a_right_cache_of_the_same_module_has_no_finding() -> None:
+    assert not report_of(Faulty(), Intent(cache="past_kv")).findings

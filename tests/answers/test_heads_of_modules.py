@@ -246,3 +246,31 @@ def test_what_is_written_over_has_no_gradient(x):
 def test_a_forward_that_draws_is_not_compared(x):
     with pytest.raises(SpecError, match="Noisy draws random numbers in its forward"):
         mha_inspect.compare_heads((1, 2), lambda heads: Noisy(DIM, heads).eval(), x)
+
+
+class CausalOfMany(Attention):
+    """A fault: only more than two heads are masked."""
+
+    def weights(self, x):
+        self.mask = CAUSAL if self.heads > 2 else None
+        return super().weights(x)
+
+
+class BestKeys(Attention):
+    """No fault: each head keeps the best keys of its own scores."""
+
+    def weights(self, x):
+        q, k = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        least = scores.topk(3, -1).values[..., -1:]
+        return scores.masked_fill(scores < least, -math.inf).softmax(-1)
+
+
+def test_a_mask_of_one_head_count_alone_is_told_beside_the_split(x):
+    def said(kind):
+        return [line for line in mha_inspect.compare_heads((1, 2, 5), kind, x).answer if "Beside the split" in line]
+
+    (sentence,) = said(CausalOfMany)
+    assert sentence.endswith("query 0 sees keys 0–6 with 1 head and key 0 with 5 heads.")
+    assert not said(Attention)
+    assert not said(BestKeys)

@@ -25,6 +25,7 @@ from ...text import listed, plural
 from .arguments import Source, batch_axis_of
 from .causal_masks import against_causal, against_window
 from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .exchanged_axes import way_out
 from .item_masks import masks_of_other_items
 from .mixed_items import line_of_mixed_items
 from .replay import SIDES, Factor, LostError, factors_of
@@ -126,8 +127,8 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
             "Attention runs over the batch instead of the positions: batch items affect each other, and the tokens of "
             "one item do not."
         )
-        fix = "Use transpose(0, 1) before and after, or batch_first=True."
-        if evidence.intent.batch_axis is None and evidence.subject.batch_first is not None:
+        fix = way_out(evidence, source, place)
+        if fix and evidence.intent.batch_axis is None and evidence.subject.batch_first is not None:
             fix += " If the input is [seq, batch, embed], add --seq-first."
     else:
         sentence = (
@@ -191,9 +192,7 @@ def _attends_over_items(
         f"Changing token {place} of batch item 0 of {name} changes item {row + 1} by "
         f"{float(changed[row + 1].max()):.3g}. The scores have {source.rows} queries for {source.rows} keys."
     )
-    fix = "Use transpose(0, 1) before and after the attention."
-    if has_setting:
-        fix = "Create the layer with batch_first=True, or use transpose(0, 1) before and after it."
+    fix = way_out(evidence, source, place)
     return Finding("batch", sentence, proof, sure, evidence.scores_line, module=attention.module, fix=fix)
 
 

@@ -22,7 +22,10 @@ from ..continuation import Continued, Reason, reason_of
 from ..failure.report import forward_error
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from .newest import without_newest
 from .padding import padded_sources, padding_mask
+from .replay import factors_of
+from .seen_keys import SeenKeys
 from .slots import slots
 
 _FEW = 4
@@ -186,6 +189,17 @@ def continues(evidence: Evidence) -> bool:
 
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a fault of slots or of calls that continue from a cache; else a suspicion of a call without its newest."""
+    newest = list(without_newest(evidence))
+    try:
+        findings = list(_of_calls(evidence))
+    except NotPossibleError:
+        yield from newest
+        raise
+    yield from findings or newest
+
+
+def _of_calls(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if slots of a cache are wrong, or calls that continue from it give other outputs than one call."""
     for call in chain((evidence,), _from_start(evidence)):
         more = _DRAWN if call is not evidence else ""
@@ -336,12 +350,21 @@ def _of_raised(loop: _Loop, way: str, places: list[int], error: RaisedError) -> 
         return
     if not is_declared:
         raise UndeclaredError("--cache NAME") from error
+    if not memory.in_module and _is_no_cache(error):
+        why = f"the second output is a tensor, which {memory.name} does not take"
+        raise NotPossibleError(why, give="Check a module that returns its cache as its second value") from error
     how = f"{memory.name} advanced" if memory.in_module else f"its second output as {memory.name}"
     yield Finding(
         "cache",
         f"The forward raises when it continues from its cache ({way}): {error}.",
         f"It was called with {how}, and the next tokens.",
     )
+
+
+def _is_no_cache(error: RaisedError) -> bool:
+    """Return whether a call raised because it used a tensor as an object: it was given something else than a cache."""
+    cause = error.__cause__
+    return isinstance(cause, AttributeError) and isinstance(cause.obj, Tensor)
 
 
 def _of_mask(trimmed: _Loop, way: str, error: RaisedError, *, runs_cut: bool, sure: bool) -> Iterator[Finding]:
@@ -429,7 +452,7 @@ def _cache_of(evidence: Evidence) -> _Cache:
         parameter = arguments.parameters.get(declared)
         value = evidence.values.get(declared, None if parameter is None else parameter.default)
         return _Cache(declared, counts(value) or declared in arguments.positions(unset=True))
-    takes, sights = arguments.parameters, evidence.sights
+    takes, sights = arguments.parameters, _continued_sights(evidence)
     name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
     causal = bool(sights) and all(sight.is_causal and not sight.almost_causal for sight in sights)
     is_whole = causal and all(sight.queries == sight.keys for sight in sights)
@@ -438,6 +461,14 @@ def _cache_of(evidence: Evidence) -> _Cache:
     if causal and (positions := arguments.positions()):
         return _Cache(next(iter(positions)), in_module=True)
     raise UndeclaredError("--cache NAME")
+
+
+def _continued_sights(evidence: Evidence) -> list[SeenKeys]:
+    """Return the attentions with keys of the tokens of the call; those over an encoder's keys continue from no call."""
+    graph, source = evidence.run.graph, evidence.source
+    given = {named.tensor.id for named in evidence.run.recording.inputs if named.name in source.names}
+    own = [sight for sight in evidence.sights if given & graph.inputs_of(factors_of(sight.attention)["key"])]
+    return own if given else list(evidence.sights)
 
 
 def _takes_chunks(evidence: Evidence, name: str, half: int) -> bool:

@@ -22,16 +22,19 @@ from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Run, State, Subject
 from ...text import first_few, plural
+from ..lookalikes import found_instead
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments, require_apart
 from .behaviour import batch, causal, inputs, mixing, window
 from .cache import cache
+from .equals import unlike_masks, unlike_rotations, unlike_scales
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .finite import finite
 from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off, slopes_upside_down
 from .masking import masking
+from .newest import without_newest
 from .one_position import one_position
 from .padding import mask_facts, padding
 from .parameters import parameters
@@ -58,9 +61,20 @@ class Check(NamedTuple):
 
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
-    yield from masking(evidence)
-    yield from slopes_off(evidence)
-    yield from slopes_upside_down(evidence)
+    found = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
+    yield from found or unlike_masks(evidence)  # a layer with a fault is unlike the others
+
+
+def _rotations(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults of rotations, and a layer that rotates otherwise than its equals."""
+    yield from unlike_rotations(evidence)
+    yield from rotary(evidence)
+
+
+def _scales(evidence: Evidence) -> Iterator[Finding]:
+    """Yield layers that are scaled otherwise than their equals, then a scale that is not as declared."""
+    yield from unlike_scales(evidence)
+    yield from scale(evidence)
 
 
 def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
@@ -84,7 +98,7 @@ _CHECKS = {
     "masking": Check(_masks_and_slopes),
     "finite": Check(finite, follows=("softmax",)),
     "grouped": Check(_shared_heads),
-    "rotary": Check(rotary),
+    "rotary": Check(_rotations),
     "batch": Check(batch, runs=True, follows=("heads", "softmax")),
     "mixing": Check(_mixing_and_order, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
     "parameters": Check(parameters, on_meta="every projection is used once"),
@@ -94,7 +108,7 @@ _CHECKS = {
     "window": Check(window, follows=("softmax", "masking", "causal")),
     "padding": Check(padding, runs=True),
     "cache": Check(cache, runs=True, follows=OF_OUTPUTS),
-    "scale": Check(scale, on_meta=CHECKS["scale"]),
+    "scale": Check(_scales, on_meta=CHECKS["scale"]),
     "reference": Check(reference),
 }
 """In the order of `CHECKS`."""
@@ -197,6 +211,8 @@ def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
         findings += [result for result in results if isinstance(result, Finding)]
         evidence.failed.update(_failed(results))
     findings += _drops_in_eval(evidence)
+    with suppress(NotPossibleError):  # without tokens, there is no newest one
+        findings += without_newest(evidence)
     order = list(CHECKS)
     findings.sort(key=lambda finding: (not finding.sure, order.index(finding.check)))
     return findings
@@ -276,6 +292,9 @@ def _no_attention(evidence: Evidence) -> str:
     ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
     products = [op for op in ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in ops)
+    instead = found_instead(evidence.run)
+    if instead:
+        return f"{name} has no attention to check: no softmax(QKᵀ)V was found. {instead}"
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
         f"{name} has no attention to check: no softmax(QKᵀ)V was found. It computes {plural(len(products), 'product')}"

@@ -13,8 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...naming.canonical import canonical, sizes_in
+from ...record.ops import TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
+from .replay import LostError, again, content_of
+from .seen_keys import SeenKeys
 
 
 class _Padding(NamedTuple):
@@ -40,19 +44,66 @@ def inverted_padding(evidence: Evidence) -> Iterator[Finding]:
             continue
         if not torch.equal(seen[items], padding.tokens[items]):
             continue
-        layer = evidence.subject.module.get_submodule(sight.module) if sight.module else evidence.subject.module
-        fix = "Invert the mask where it is passed."
-        if isinstance(layer, nn.MultiheadAttention):
-            padded = f"{evidence.source.names[0]} == {padding.number}"
-            fix = f"Invert the mask where it is passed, e.g. {padded}: torch hides what is True."
+        tried = _sees_tokens_alone(evidence, sight, padding, items)
+        fix = _fix(evidence, sight, padding) if tried else ""
+        more = " With the mask inverted, every query of these items sees the real tokens alone." if tried else ""
         yield sight.finding(
             "masking",
             f"The padding mask is inverted: the visible keys are exactly the tokens with id {padding.number}, the "
             f"padding_idx of {padding.embedding}.",
-            f"In {int(items.sum())} of {len(items)} batch items with padding, no query sees a real token.",
+            f"In {int(items.sum())} of {len(items)} batch items with padding, no query sees a real token.{more}",
             fix,
         )
         return
+
+
+def _fix(evidence: Evidence, sight: SeenKeys, padding: _Padding) -> str:
+    layer = evidence.subject.module.get_submodule(sight.module) if sight.module else evidence.subject.module
+    if not isinstance(layer, nn.MultiheadAttention):
+        return "Invert the mask where it is passed."
+    padded = f"{evidence.source.names[0]} == {padding.number}"
+    return f"Invert the mask where it is passed, e.g. {padded}: torch hides what is True."
+
+
+def _sees_tokens_alone(evidence: Evidence, sight: SeenKeys, padding: _Padding, items: Tensor) -> bool:
+    """Return whether the attention sees exactly the tokens that are no padding, if its mask is inverted.
+
+    The mask is a recorded tensor, `batch key`, that is True for the padding or for the other tokens. What is computed
+    from it is computed again, up to the weights.
+    """
+    attention, names = next((pair for pair in evidence.run.attentions if pair[0] is sight.attention), (None, None))
+    target = None if attention is None else attention.stages.get("weights")
+    if attention is None or names is None or target is None:
+        return False
+    for mask in _masks(evidence, padding):
+        try:
+            weights = again(evidence, mask, ~content_of(evidence, mask), target)
+        except LostError:
+            continue
+        sizes = sizes_in(attention, names, "weights")
+        content = canonical(weights, "weights", names.of_stage("weights"), sizes, names.head_order)
+        if content is None:
+            continue
+        seen = (content.nan_to_num(0.0) > 0).any(2).any(1).cpu()
+        if torch.equal(seen[items], ~padding.tokens[items]):
+            return True
+    return False
+
+
+def _masks(evidence: Evidence, padding: _Padding) -> Iterator[TensorRef]:
+    """Yield the recorded booleans, `batch key`, that are True for the padding or for the other tokens, in order."""
+    recording = evidence.run.recording
+    given = [named.tensor for named in recording.inputs]
+    made = [tensor for op in recording.ops for tensor in op.outputs]
+    for tensor in (*given, *made):
+        if tensor.dtype != "bool" or tensor.shape != tuple(padding.tokens.shape):
+            continue
+        content = evidence.content(tensor)
+        if content is None:
+            continue
+        is_padding = torch.equal(content.cpu(), padding.tokens)
+        if is_padding or torch.equal(content.cpu(), ~padding.tokens):
+            yield tensor
 
 
 def _padding_of(evidence: Evidence) -> _Padding | None:

@@ -7,6 +7,7 @@ contains, whatever reshapes, norms, rotations and caches are in between.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -37,6 +38,20 @@ class Recorded(Protocol):
 
     def content(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a recorded tensor; None if it was not kept."""
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """A run whose operations are replayed."""
+
+    run: Run
+    leaves: Mapping[int, Tensor]
+    """Values of inputs, parameters and buffers, by tensor id."""
+
+    def content(self, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a recorded tensor; None if it was not kept."""
+        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
+        return None if value is None else value.detach()
 
 
 class LostError(Exception):

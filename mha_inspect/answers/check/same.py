@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +80,60 @@ def training(evidence: Evidence) -> Iterator[Finding]:
             return
         if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
             raise NotPossibleError("train draws a dropout that cannot be set to 0")
-    yield Finding(
-        "training",
-        f"With dropout off, train and eval differ by {apart:.3g}.",
-        "Both modes had the same input and seed, and every dropout was 0.",
+    yield _of_modes(evidence, apart)
+
+
+def _of_modes(evidence: Evidence, apart: float) -> Finding:
+    """Return the fault of two modes that differ: the first stage that does, and why."""
+    sentence = f"With dropout off, train and eval differ by {apart:.3g}."
+    proof = "Both modes had the same input and seed, and every dropout was 0."
+    with suppress(Exception):  # a module may not be copyable, and user code may raise anything
+        first = _first_stage(evidence, _in_training(evidence.subject), Where("in eval", "in train", "train"))
+        if first is not None:
+            sentence = f"{sentence[:-1]}; the first difference is in {first.name}."
+            return Finding(
+                "training",
+                " ".join([sentence, *(reason.sentence for reason in first.why)]),
+                f"{proof} Their stages were compared in canonical axes.",
+                source=first.line,
+                module=first.module,
+            )
+    return Finding("training", sentence, proof)
+
+
+def _in_training(subject: Subject) -> Subject:
+    """Return a copy of a subject in train mode, with every dropout set to 0."""
+    module = copy.deepcopy(subject.module)
+    _train_without_dropout(module)
+    return replace(subject, module=module, without_ones=None)
+
+
+@dataclass(frozen=True)
+class _FirstStage:
+    """The first stage in which two sides with the same weights differ."""
+
+    name: str
+    """`weights of attention 1`."""
+    line: str
+    module: str
+    why: tuple[DiffReason, ...]
+
+
+def _first_stage(evidence: Evidence, other: Subject, where: Where) -> _FirstStage | None:
+    """Return the first stage in which another subject differs from the checked one, and why; None if none does."""
+    left, right = Side("left", evidence.subject), Side("right", other)
+    if len(left.attentions) != len(right.attentions):
+        return None
+    row = next((row for row in diff(left, right, same_weights=False).stages if row.verdict == "differs"), None)
+    if row is None:
+        return None
+    place = (row.attention or 1) - 1
+    attention, _ = evidence.run.attentions[place]
+    return _FirstStage(
+        name=f"{row.name} of attention {place + 1}",
+        line=evidence.line_of(attention.stages[row.name]),
+        module=attention.module,
+        why=reasons(left, right, row.name, where, place=place),
     )
 
 
@@ -181,21 +232,16 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     if not apart:
         yield from _of_other_outputs(left, right)
         return
-    where, line, module = "the output", "", ""
-    why: tuple[DiffReason, ...] = ()
+    first = _FirstStage("the output", "", "", ())
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
-        rows = diff(left, right, same_weights=False).stages if len(left.attentions) == len(right.attentions) else ()
-        for row in [row for row in rows if row.verdict == "differs"][:1]:
-            attention, _ = evidence.run.attentions[(row.attention or 1) - 1]
-            where, module = f"{row.name} of attention {row.attention or 1}", attention.module
-            line = evidence.line_of(attention.stages[row.name])
-            why = reasons(left, right, row.name, Where("here", "in the reference", "the reference"))
-    sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {where}."]
-    sentences += [reason.sentence for reason in why]
+        called = Where("here", "in the reference", "the reference")
+        first = _first_stage(evidence, other, called) or first
+    sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {first.name}."]
+    sentences += [reason.sentence for reason in first.why]
     yield Finding(
         "reference",
         " ".join(sentences),
         "Both ran on the same arguments with the same weights. Their stages were compared in canonical axes.",
-        source=line,
-        module=module,
+        source=first.line,
+        module=first.module,
     )

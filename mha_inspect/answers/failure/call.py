@@ -13,6 +13,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from ...record.site import place_of
 from ...text import message_of
 from .compared import compared_numbers
 
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+"""The folder of this package."""
+_PROGRAMS = os.path.dirname(sys.executable) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
 _LAYER_FORWARDS = {
@@ -132,6 +136,9 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         return None
     by_user = [entry for entry in bodies if not _file(entry[0])[1]]
     frame, tb = (by_user or bodies)[-1]
+    caller = None if by_user else _calling_frame()
+    if caller is not None:
+        return _site_of_caller(caller, entries)
     modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is _MODULE_CALL]
     is_last = bodies[-1] in by_user
     variables = frame.f_locals if by_user else {}
@@ -154,11 +161,50 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     )
 
 
+def _calling_frame() -> FrameType | None:
+    """Return the innermost frame of the user's files that is running, e.g. one that calls `trace`; None without one.
+
+    Files of installed packages, of Python and of this package are not the user's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_of_user(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_of_user(path: str) -> bool:
+    """Return whether a file is a source of the user: no installed package, no program, no part of Python."""
+    if not os.path.isfile(path) or path.startswith((_HERE, _STDLIB, _PROGRAMS)):
+        return False
+    return "-packages" + os.sep not in path
+
+
+def _site_of_caller(frame: FrameType, entries: Sequence[tuple[FrameType, TracebackType]]) -> Site:
+    """Return the site of an error that was raised in a library's own forward, called by a frame of the user."""
+    modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is _MODULE_CALL]
+    called, given = _called_module(entries, None)
+    return Site(
+        source=f"{place_of(frame.f_code).file}:{frame.f_lineno}",
+        line=linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip(),
+        variables={name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)},
+        module=modules[-1] if modules else None,
+        by_user=False,
+        raises=False,
+        called=called,
+        given=given,
+    )
+
+
 def _called_module(
-    entries: Sequence[tuple[FrameType, TracebackType]], frame: FrameType
+    entries: Sequence[tuple[FrameType, TracebackType]], frame: FrameType | None
 ) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
-    """Return the arguments of the module that a frame calls, and the tensors among them; empty if it calls none."""
-    place = next(place for place, entry in enumerate(entries) if entry[0] is frame)
+    """Return the arguments of the module that a frame calls, and the tensors among them; empty if it calls none.
+
+    Without a frame, the first module is meant.
+    """
+    place = next((place for place, entry in enumerate(entries) if entry[0] is frame), -1)
     call = next((inside for inside, _ in entries[place + 1 :] if inside.f_code is _MODULE_CALL), None)
     if call is None:
         return (), {}

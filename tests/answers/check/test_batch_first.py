@@ -117,3 +117,75 @@ class OfIds(Padded):
 def test_the_way_out_has_the_name_of_the_argument() -> None:
     (finding,) = findings(OfIds(), padded_tokens(), "masking")
     assert "input_ids == 0" in finding.fix
+
+
+class HidesTheFirstToo(nn.Module):
+    """The padding mask is inverted, and a second mask hides the first token: inverting the one is not enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        hidden = (tokens != 0)[:, None] | (torch.arange(tokens.shape[1]) == 0)
+        return (q @ k.mT / WIDTH**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+class InvertedByHand(HidesTheFirstToo):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        hidden = (tokens != 0)[:, None]
+        return (q @ k.mT / WIDTH**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def test_an_inversion_that_does_not_pass_is_not_printed() -> None:
+    (finding,) = findings(HidesTheFirstToo(), padded_tokens(), "masking")
+    assert "The padding mask is inverted" in finding.sentence
+    assert finding.fix == ""
+    (tried,) = findings(InvertedByHand(), padded_tokens(), "masking")
+    assert tried.fix == "Invert the mask where it is passed."
+    assert "With the mask inverted, every query of these items sees the real tokens alone." in tried.evidence
+
+
+class ByHand(nn.Module):
+    """Attention over the first axis, without a setting that says which one the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).transpose(0, 1) for f in (self.q, self.k, self.v))
+        return ((q @ k.mT / WIDTH**0.5).softmax(-1) @ v).transpose(0, 1)
+
+
+class Pooled(nn.Module):
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.attention, self.head, self.mixes = ByHand(), nn.Linear(WIDTH, 8), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x)
+        return self.head((y + y.mean(0) if self.mixes else y).mean(1))
+
+
+def test_a_transposition_is_printed_only_if_it_passes() -> None:
+    x = torch.randn(4, 9, WIDTH, generator=torch.Generator().manual_seed(0))
+    (finding,) = findings(Pooled(), x, "batch")
+    assert finding.fix == "Use transpose(0, 1) before and after the attention."
+    (mixed,) = findings(Pooled(mixes=True), x, "batch")
+    assert mixed.fix == ""
+
+    # What is printed, run by torch: no item changes another one.
+    class Fixed(ByHand):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    fixed = Pooled()
+    fixed.attention = Fixed()
+    other = torch.cat([x[:1] + 1, x[1:]])
+    assert torch.equal(fixed(x)[1:], fixed(other)[1:])

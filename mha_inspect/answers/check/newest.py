@@ -1,0 +1,178 @@
+"""Check that the newest token of a call has a key, and that the cache that the call returns has it too.
+
+    k, v = torch.cat((past_k, k), 2)[:, :, :-1], torch.cat((past_v, v), 2)[:, :, :-1]      # the newest is dropped
+
+A cache may drop its oldest tokens: they are outside a window. Nothing drops the newest on purpose, but it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.canonical import content_of
+from ...record.arguments import tensors_in
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from ...text import plural, spans
+from .each_kind import of_each_kind
+from .evidence import Evidence
+from .replay import Factor, LostError, factors_of
+from .slots import tokens_of_keys
+
+_FIX = "Keep the newest token: a cache that is too long drops its oldest."
+
+
+@partial(of_each_kind, "")
+def without_newest(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a suspicion if the newest tokens of a call have no key, or are missing in the cache that it returns."""
+    if not evidence.sources or names.within_tokens or names.over_features:
+        return
+    found = _cut_from_joined(evidence, attention) or _in_no_row(evidence, attention, names)
+    found = found or _not_returned(evidence, attention, names)
+    if found is not None:
+        yield found
+
+
+def _in_no_row(evidence: Evidence, attention: Attention, names: AxisNames) -> Finding | None:
+    """Return the suspicion if every token of the call but the newest is a key, each in a row of its own, in order."""
+    try:
+        key = Factor(evidence, attention, names, "key")
+        if key.changed(key.token(prod(key.tokens) - 1)):
+            return None
+        tokens = tokens_of_keys(evidence, key)
+    except LostError:
+        return None
+    count = evidence.source.length
+    missing = [token for token in range(count) if token not in tokens.values()]
+    shifts = {row - token for row, token in tokens.items()}
+    if not tokens or not missing or len(shifts) > 1 or missing != list(range(missing[0], count)):
+        return None
+    if shifts.pop() + missing[0] != names.lengths[1]:
+        return None  # the rows behind them have other keys
+    return _finding(attention, missing, plural(names.lengths[1], "key"))
+
+
+def _finding(attention: Attention, missing: list[int], keys: str) -> Finding:
+    has = "has no key" if len(missing) == 1 else "have no key"
+    tokens = f"token {missing[0]}" if len(missing) == 1 else f"tokens {spans(missing)}"
+    return Finding(
+        "cache",
+        f"The newest {tokens} of the call {has}: it is projected, and cut off before the scores.",
+        f"The call has {keys}. Changing another token changes its key; changing the newest changes none.",
+        sure=False,
+        source=attention.score_product.op.source,
+        fix=_FIX,
+    )
+
+
+def _cut_from_joined(evidence: Evidence, attention: Attention) -> Finding | None:
+    """Return the suspicion if keys are joined with new ones of this call, and then cut to those before the new ones."""
+    join, cut = _join_and_cut(evidence, factors_of(attention)["key"])
+    axis = None if join is None else _axis_of_join(join)
+    if join is None or cut is None or axis is None:
+        return None
+    *others, last = join.inputs
+    if not _is_of_call(evidence, last) or any(_is_of_call(evidence, each) for each in others):
+        return None
+    rows = last.shape[axis]
+    before = join.output.shape[axis] - rows
+    if not before > 0 or not _is_start(evidence, cut, join.output, axis, before):
+        return None
+    return _finding(attention, list(range(rows)), f"{plural(before, 'key')} of earlier calls, and none of its own")
+
+
+def _join_and_cut(evidence: Evidence, factor: TensorRef) -> tuple[Op | None, TensorRef | None]:
+    """Return the operation that joined what the keys are a part of, and that part; None where there is none."""
+    recording = evidence.run.recording
+    tensor, cut = factor, None
+    while (op := recording.producer(tensor)) is not None and op.inputs:
+        if op.does("joins"):
+            return op, cut
+        if op.kind not in ("view", "copy"):
+            break
+        if tensor.numel < op.inputs[0].numel:
+            cut = tensor
+        tensor = op.inputs[0]
+    return None, None
+
+
+def _is_start(evidence: Evidence, cut: TensorRef, joined: TensorRef, axis: int, before: int) -> bool:
+    """Return whether a part of a joined tensor is its first places along an axis, number by number."""
+    part, whole = evidence.content(cut), evidence.content(joined)
+    if part is None or whole is None or part.dim() != whole.dim() or part.shape[axis] != before:
+        return False
+    return torch.equal(part, whole.narrow(axis, 0, before))
+
+
+def _axis_of_join(op: Op) -> int | None:
+    """Return the axis along which an operation joins its inputs; None if they are not equal in all others."""
+    shapes = [tensor.shape for tensor in op.inputs]
+    if len({len(shape) for shape in (*shapes, op.output.shape)}) > 1:
+        return None
+    longer = [
+        axis
+        for axis, size in enumerate(op.output.shape)
+        if size == sum(shape[axis] for shape in shapes) != shapes[0][axis]
+    ]
+    return longer[0] if len(longer) == 1 else None
+
+
+def _is_of_call(evidence: Evidence, tensor: TensorRef) -> bool:
+    """Return whether a tensor is computed from the tokens of the call."""
+    recording = evidence.run.recording
+    names = {name for source in evidence.sources[:1] for name in source.names}
+    ids = {named.tensor.id for named in recording.inputs if named.name in names}
+    queue, seen = [tensor], set[int]()
+    while queue:
+        each = queue.pop()
+        if each.id in ids:
+            return True
+        op = recording.producer(each)
+        if op is not None and op.index not in seen:
+            seen.add(op.index)
+            queue += op.inputs
+    return False
+
+
+def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) -> Finding | None:
+    """Return the suspicion if the call returns the rows of its keys and of its values, all but the newest."""
+    lost = {}
+    for side in ("key", "value"):
+        heads = content_of(evidence.run, attention, names, f"{side[0]}_heads")
+        if heads is None or heads.shape[2] < 2:
+            return None
+        rows = [_rows_returned(heads, tensor) for _, tensor in tensors_in(evidence.run.returned)]
+        known = [number for number in rows if number is not None]
+        if not known or max(known) == heads.shape[2]:
+            return None
+        lost[side] = heads.shape[2] - max(known)
+    if len(set(lost.values())) > 1:
+        return None
+    count, length = lost["key"], names.lengths[1]
+    newest = f"key {length - 1}" if count == 1 else f"keys {spans(range(length - count, length))}"
+    return Finding(
+        "cache",
+        f"The cache that the call returns lacks the newest token: it has all of its keys but {newest}.",
+        f"The first {plural(length - count, 'row')} of the keys and of the values are returned as they are.",
+        sure=False,
+        source=attention.score_product.op.source,
+        fix=_FIX,
+    )
+
+
+def _rows_returned(heads: Tensor, returned: Tensor) -> int | None:
+    """Return how many first rows of `batch kv_heads row feature` are a returned tensor; None if it is not that."""
+    if returned.dim() != 4 or returned.dtype != heads.dtype or returned.device != heads.device:
+        return None
+    shape, rows = heads.shape, returned.shape[2]
+    same_but_rows = (*returned.shape[:2], returned.shape[3]) == (*shape[:2], shape[3])
+    if not same_but_rows or not 0 < rows <= shape[2]:
+        return None
+    return rows if bool((returned == heads[:, :, :rows]).all()) else None
