@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,16 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         ValueError: no pattern for a stage name was given.
     """
     __tracebackhide__ = True  # pytest shows the line of the test instead
-    patterns = {name: value for name, value in kwargs.items() if name in STAGES and isinstance(value, str)}
+    patterns: dict[str, str] = {}
+    arguments: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in STAGES and isinstance(value, str):
+            patterns[name] = value
+        else:
+            arguments[name] = value
     if not patterns:
-        hints = [did_you_mean(name, STAGES) for name in kwargs]
-        near = next((hint for hint in hints if hint), "")
-        raise ValueError(f"no stage was given. Give a pattern for one of {', '.join(STAGES)}.{near}")
-    arguments = {name: value for name, value in kwargs.items() if name not in patterns}
+        stages = ", ".join(STAGES)
+        raise ValueError(f"no stage was given. Give a pattern for one of {stages}.{_nearest_stage(kwargs)}")
     report = trace(module, *args, **arguments)
     if not report.attentions:
         raise AssertionError(f"{type(module).__name__} has no softmax attention")
@@ -46,6 +51,15 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         fault = _fault(attention, patterns)
         if fault:
             raise AssertionError(f"{fault}\n{attention!r}")
+
+
+def _nearest_stage(names: Iterable[str]) -> str:
+    """Return a sentence on the stage that the first misspelled name may mean; empty if none is near."""
+    for name in names:
+        hint = did_you_mean(name, STAGES)
+        if hint:
+            return hint
+    return ""
 
 
 def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
