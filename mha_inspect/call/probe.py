@@ -173,7 +173,7 @@ class _Use:
 
     def _of_product(self, operand: Tensor) -> Evidence | None:
         """Return the width by a right operand, `width features` or one vector."""
-        if self.args[0] is not self.followed.tensor:
+        if self.argument("input", 0, None) is not self.followed.tensor:
             return None
         width = operand.shape[-2] if operand.dim() > 1 else operand.shape[-1]
         return Evidence("width", width)
