@@ -458,32 +458,39 @@ def try_masks(
             "Use --device cpu, or give the mask by name: --input FILE."
         )
     unmasked = _weights(make({}))
-    asked, notes = _flags_with_effect(inputs, flags, unmasked, forward.device)
-    if not asked:
-        return TriedMasks({}, notes)
+    effect = _effect_of(flags, inputs, unmasked, forward.device)
+    if not effect.flags:
+        return TriedMasks({}, effect.notes)
     if not free:
-        raise _no_mask(forward, asked[0])
-    masked = _masked(inputs, asked, forward.device)
+        raise _no_mask(forward, effect.flags[0])
+    masked = _masked(inputs, effect.flags, forward.device)
     heads = max((weights.shape[1] for weights in unmasked), default=1)
-    for form in _forms(forward, free, asked):
+    for form in _forms(forward, free, effect.flags):
         mask = form.mask(masked, heads)
         weights = _weights(make({form.argument: mask}))
         if _masks_out_only(masked, weights, unmasked):
-            notes.append(form.words(asked))
-            return TriedMasks({form.argument: mask}, notes)
+            words = form.words(effect.flags)
+            return TriedMasks({form.argument: mask}, [*effect.notes, words])
+    flags_in_words = " and ".join(effect.flags)
+    arguments = ", ".join(free)
     raise SpecError(
-        f"{' and '.join(asked)} cannot be applied to {forward.label}: no usual form of {', '.join(free)} masks out "
+        f"{flags_in_words} cannot be applied to {forward.label}: no usual form of {arguments} masks out "
         "these keys alone. Let a function return the module with its inputs and masks: (module, args)."
     )
 
 
-def _flags_with_effect(
-    inputs: InputSpec, flags: Sequence[str], unmasked: Sequence[Tensor], device: torch.device
-) -> tuple[list[str], list[str]]:
-    """Return the flags that need a mask, and a sentence on each flag that needs none.
+@dataclass(frozen=True)
+class _Effect:
+    """The flags that change which keys are attended to, and those that do not."""
 
-    `unmasked` has the weights of a run without a mask.
-    """
+    flags: Sequence[str]
+    """The flags that need a mask."""
+    notes: Sequence[str]
+    """A sentence on each flag that needs none."""
+
+
+def _effect_of(flags: Sequence[str], inputs: InputSpec, unmasked: Sequence[Tensor], device: torch.device) -> _Effect:
+    """Return which flags need a mask. `unmasked` has the weights of a run without a mask."""
     needed: list[str] = []
     notes: list[str] = []
     for flag in flags:
@@ -494,7 +501,7 @@ def _flags_with_effect(
             notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
         else:
             needed.append(flag)
-    return needed, notes
+    return _Effect(needed, notes)
 
 
 def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
