@@ -127,10 +127,12 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     require_module(right, "testing.assert_same_attention")
     left_side = Side("left", Subject(left, args, kwargs))
     right_side = Side("right", Subject(right, args, kwargs))
-    if len(left_side.attentions) != len(right_side.attentions) or not left_side.attentions:
-        left_count = plural(len(left_side.attentions), "attention")
-        right_count = plural(len(right_side.attentions), "attention")
-        raise AssertionError(f"{left_count} on the left, {right_count} on the right")
+    left_count = len(left_side.attentions)
+    right_count = len(right_side.attentions)
+    if left_count == 0 or left_count != right_count:
+        raise AssertionError(
+            f"{plural(left_count, 'attention')} on the left, {plural(right_count, 'attention')} on the right"
+        )
     report = diff(left_side, right_side, same_weights=False)
     for row in report.stages:
         if row.verdict == "differs":
