@@ -42,7 +42,7 @@ def explain_fields(namespace: dict[str, Any]) -> None:
     for cls in namespace.values():
         is_defined_here = isinstance(cls, type) and cls.__module__ == namespace["__name__"]
         if is_defined_here and "__dataclass_fields__" in vars(cls):
-            cls.__doc__ = Explained(cls.__doc__ or "")  # type: ignore[assignment]  # typeshed knows no descriptor here
+            cls.__doc__ = Explained(cls.__doc__ or "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
