@@ -40,8 +40,9 @@ class Explained:
 def explain_fields(namespace: dict[str, Any]) -> None:
     """Let the docstring of each dataclass that a module defines, given its `globals()`, explain the fields."""
     for cls in namespace.values():
-        if isinstance(cls, type) and cls.__module__ == namespace["__name__"] and "__dataclass_fields__" in vars(cls):
-            cls.__doc__ = Explained(cls.__doc__ or "")  # type: ignore[assignment]  # typeshed knows no descriptor here
+        is_defined_here = isinstance(cls, type) and cls.__module__ == namespace["__name__"]
+        if is_defined_here and "__dataclass_fields__" in vars(cls):
+            cls.__doc__ = Explained(cls.__doc__ or "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -66,7 +67,9 @@ def _docs_in_source(cls: type) -> dict[str, str]:
     for field, below in pairwise(body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+            continue
+        if isinstance(below.value.value, str):
             docs[field.target.id] = " ".join(below.value.value.split())
     return docs
 

@@ -141,11 +141,13 @@ class LiveAttention(AttentionReport):
         return stage
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(stage.name for stage in self.stages)]
+        names = list(super().__dir__())
+        names += [stage.name for stage in self.stages]
+        return names
 
     def __repr__(self) -> str:
-        head = f"attention {self.module}".rstrip() + f": num_heads {self.num_heads}"
-        lines = [head]
+        name = f"attention {self.module}".rstrip()
+        lines = [f"{name}: num_heads {self.num_heads}"]
         for stage in self.stages:
             lines.append(f"  {stage!r}")
         return "\n".join(lines)
@@ -176,8 +178,11 @@ class LiveTrace(Trace):
         return cls(**of_trace, _attended=tuple(drawings))
 
     def _repr_html_(self) -> str:
+        page = super()._repr_html_()
         viewed = for_viewer(self._attended)
-        return super()._repr_html_() + (frame(viewed) if viewed else "")
+        if not viewed:
+            return page
+        return page + frame(viewed)
 
     def _text(self, format: str) -> str:
         text = super()._text(format)

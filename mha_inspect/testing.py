@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,16 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         ValueError: no pattern for a stage name was given.
     """
     __tracebackhide__ = True  # pytest shows the line of the test instead
-    patterns = {name: value for name, value in kwargs.items() if name in STAGES and isinstance(value, str)}
+    patterns: dict[str, str] = {}
+    arguments: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in STAGES and isinstance(value, str):
+            patterns[name] = value
+        else:
+            arguments[name] = value
     if not patterns:
-        hints = [did_you_mean(name, STAGES) for name in kwargs]
-        near = next((hint for hint in hints if hint), "")
-        raise ValueError(f"no stage was given. Give a pattern for one of {', '.join(STAGES)}.{near}")
-    arguments = {name: value for name, value in kwargs.items() if name not in patterns}
+        stages = ", ".join(STAGES)
+        raise ValueError(f"no stage was given. Give a pattern for one of {stages}.{_nearest_stage(kwargs)}")
     report = trace(module, *args, **arguments)
     if not report.attentions:
         raise AssertionError(f"{type(module).__name__} has no softmax attention")
@@ -46,6 +51,15 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         fault = _fault(attention, patterns)
         if fault:
             raise AssertionError(f"{fault}\n{attention!r}")
+
+
+def _nearest_stage(names: Iterable[str]) -> str:
+    """Return a sentence on the stage that the first misspelled name may mean; empty if none is near."""
+    for name in names:
+        hint = did_you_mean(name, STAGES)
+        if hint:
+            return hint
+    return ""
 
 
 def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
@@ -113,10 +127,12 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     require_module(right, "testing.assert_same_attention")
     left_side = Side("left", Subject(left, args, kwargs))
     right_side = Side("right", Subject(right, args, kwargs))
-    if len(left_side.attentions) != len(right_side.attentions) or not left_side.attentions:
-        left_count = plural(len(left_side.attentions), "attention")
-        right_count = plural(len(right_side.attentions), "attention")
-        raise AssertionError(f"{left_count} on the left, {right_count} on the right")
+    left_count = len(left_side.attentions)
+    right_count = len(right_side.attentions)
+    if left_count == 0 or left_count != right_count:
+        raise AssertionError(
+            f"{plural(left_count, 'attention')} on the left, {plural(right_count, 'attention')} on the right"
+        )
     report = diff(left_side, right_side, same_weights=False)
     for row in report.stages:
         if row.verdict == "differs":

@@ -57,8 +57,10 @@ class Sizes:
         length = self._length_axis(name)
         places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
         if kind == "ids":
-            return Plan(kind, places, "int64", size or self._vocabulary())
-        return Plan(kind, (*places, size or self._width(kind)))
+            below = size or self._vocabulary()
+            return Plan(kind, places, "int64", below)
+        width = size or self._width(kind)
+        return Plan(kind, (*places, width))
 
     def _length_axis(self, name: str) -> Axis:
         """Return the axis with the length of an argument: `key` for a second sequence and the input of an encoder."""
@@ -102,20 +104,23 @@ class Sizes:
 
     def has_drawn_width(self, plan: Plan) -> bool:
         """Return whether nothing in the target shows the width of a plan."""
-        is_vector = plan.kind not in ("ids", "image", "mask") and not plan.is_given
-        return is_vector and plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None
+        if plan.is_given or plan.kind in ("ids", "image", "mask"):
+            return False
+        return plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None
 
     def possible_widths(self, error: Exception) -> list[int]:
         """Return widths that the error of a run names, e.g. 4 · 8 of a view, then those among the target's settings.
 
         Settings with a name of a width come first.
         """
-        settings: list[tuple[str, int]] = []
+        named: list[int] = []
+        unnamed: list[int] = []
         for source in self._sources():
-            settings += [(name, value) for name, value in source.items() if type(value) is int]
-        settings.sort(key=lambda setting: _WIDTH_NAME.search(setting[0]) is None)
-        usual = [size for _, size in settings if 1 < size <= _WIDEST]
-        widths = dict.fromkeys([*_widths_in(message_of(error)), *usual])
+            for name, value in source.items():
+                if type(value) is int and 1 < value <= _WIDEST:
+                    group = unnamed if _WIDTH_NAME.search(name) is None else named
+                    group.append(value)
+        widths = dict.fromkeys([*_widths_in(message_of(error)), *named, *unnamed])
         widths.pop(_UNUSUAL, None)
         return list(widths)[:_TRIES]
 
@@ -127,8 +132,9 @@ class Sizes:
                 if width is not None:
                     return width
         linears = [part for part in self.target.module.modules() if isinstance(part, nn.Linear)]
-        # The in_features of lazy layers are 0.
-        for size in [linear.in_features for linear in linears] + [linear.out_features for linear in linears]:
+        sizes = [linear.in_features for linear in linears]  # 0 for a lazy layer
+        sizes += [linear.out_features for linear in linears]
+        for size in sizes:
             if size:
                 return size
         return None
@@ -178,13 +184,15 @@ def _widths_in(message: str) -> list[int]:
     E.g. 32, 8, 320 for a view as `[2, 10, 4, 8]`.
     """
     shapes: list[list[int]] = []
-    for sizes in re.findall(r"\[([-\d, ]+)\]", message):
-        shapes.append([int(number) for number in re.findall(r"-?\d+", sizes)])
+    for text in re.findall(r"\[([-\d, ]+)\]", message):
+        sizes = re.findall(r"-?\d+", text)
+        shapes.append([int(size) for size in sizes])
     widths: list[int] = []
     for count in (2, 1, 3):
         for shape in shapes:
-            if min(shape[-count:], default=0) > 0:
-                widths.append(prod(shape[-count:]))
+            last = shape[-count:]
+            if last and min(last) > 0:
+                widths.append(prod(last))
     return widths
 
 
@@ -197,7 +205,10 @@ def _height_and_width(size: Any) -> tuple[int, int]:
 
 def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     """Return the size in the source with the first of these names, in any spelling; None if there is none."""
-    sizes = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
+    sizes: dict[str, int] = {}
+    for name, value in source.items():
+        if type(value) is int and value > 0:
+            sizes[plain(name)] = value
     for name in names:
         if plain(name) in sizes:
             return sizes[plain(name)]
@@ -249,10 +260,12 @@ def _with_keys(forward: Forward) -> list[str]:
     Raises `SpecError` if there are none.
     """
     by_kind = {name: forward.kind(name) for name in forward.parameters}
-    contexts = [name for name, kind in by_kind.items() if kind == "other"]
-    if contexts:
-        return contexts[:1]
-    keys_and_values = [name for name, kind in by_kind.items() if kind in ("key", "value")]
+    keys_and_values: list[str] = []
+    for name, kind in by_kind.items():
+        if kind == "other":
+            return [name]
+        if kind in ("key", "value"):
+            keys_and_values.append(name)
     if not keys_and_values:
         listed = ", ".join(forward.parameters)
         raise SpecError(f"--key-len does not apply: {forward.label} takes one sequence ({listed}). Drop it.")
@@ -279,7 +292,9 @@ class _Attempt:
 
     def is_enough(self, names: Sequence[str]) -> bool:
         """Return whether another run would show nothing more of these arguments."""
-        return self.probed.error is None or self.num_shown >= len(names)
+        if self.probed.error is None:
+            return True
+        return self.num_shown >= len(names)
 
 
 Run = Callable[[Mapping[str, Plan], bool], Probed]
@@ -295,26 +310,31 @@ def guessed_plans(sizes: Sizes, names: Sequence[str], given: Collection[str], ru
     """
     optional = _perhaps_optional(sizes.forward, names, given)
     attempt = _best_attempt(sizes, names, optional, run)
+    probed = attempt.probed
     unknown = _not_shown(sizes.forward, names, optional, attempt)
     if unknown:
         raise InputError(_unknown_message(sizes, names, unknown))
     plans = dict(attempt.plans)
-    for name, evidence in attempt.probed.evidence.items():
-        if name in plans:
-            kind = plans[name].kind if evidence.kind == "width" else evidence.kind
-            plans[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
-    if attempt.probed.error is None:
+    for name, evidence in probed.evidence.items():
+        if name not in plans:
+            continue
+        kind = plans[name].kind if evidence.kind == "width" else evidence.kind
+        plans[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
+    if probed.error is None:
         return plans
-    return _with_width_that_runs(sizes, plans, attempt.probed.error, run)
+    return _with_width_that_runs(sizes, plans, probed.error, run)
 
 
 def _perhaps_optional(forward: Forward, names: Sequence[str], given: Collection[str]) -> list[str]:
     """Return the arguments of an unknown name after others: each is either optional, or the user has to give it."""
     if len(names) == 1 and not given:
         return []
-    first = next(iter(forward.parameters), None)
-    later = [name for name in names if name != first] if first is not None else []
-    return [name for name in later if forward.kind(name) in ("unknown", "lengths")]
+    optional: list[str] = []
+    for name in names:
+        is_later = bool(forward.parameters) and name != next(iter(forward.parameters))
+        if is_later and forward.kind(name) in ("unknown", "lengths"):
+            optional.append(name)
+    return optional
 
 
 def _best_attempt(sizes: Sizes, names: Sequence[str], optional: Sequence[str], run: Run) -> _Attempt:
@@ -345,7 +365,10 @@ def _plans_to_try(sizes: Sizes, names: Sequence[str], optional: Sequence[str]) -
         for name in loose:
             plans[name] = sizes.plan(name, kind)
         if optional:
-            yield {name: plan for name, plan in plans.items() if name not in optional}
+            fewer = dict(plans)
+            for name in optional:
+                del fewer[name]
+            yield fewer
         yield plans
 
 
@@ -368,10 +391,12 @@ def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str])
     plans: dict[str, Plan | None] = {}
     for name in names:
         plans[name] = None if name in unknown else sizes.plan(name)
+    first = unknown[0]
+    code = function_of(sizes.target, plans)
     return (
-        f"{sizes.forward.label} needs {unknown[0]}, which cannot be guessed. Give --input-shape "
-        f"{unknown[0]}=2x10x512:float32 with its own sizes, --input FILE with {unknown[0]} in it, or a function "
-        f"that returns it with the module:\n{function_of(sizes.target, plans)}"
+        f"{sizes.forward.label} needs {first}, which cannot be guessed. Give --input-shape "
+        f"{first}=2x10x512:float32 with its own sizes, --input FILE with {first} in it, or a function "
+        f"that returns it with the module:\n{code}"
     )
 
 
@@ -401,7 +426,10 @@ _COMPARED_WITH = ("pixel_values", "input_features", "input_values")
 
 def is_hugging_face(module: nn.Module) -> bool:
     """Return whether a module is a whole model of transformers, whose configuration describes its inputs."""
-    return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
+    if not hasattr(module, "main_input_name"):
+        return False
+    config = getattr(module, "config", None)
+    return hasattr(config, "model_type")
 
 
 def configured_plans(module: Any, names: list[str], free: Collection[str], seq_len: int) -> dict[str, Plan]:
@@ -412,7 +440,8 @@ def configured_plans(module: Any, names: list[str], free: Collection[str], seq_l
     wanted = [*names]
     if getattr(module.config, "is_encoder_decoder", False):
         wanted += [name for name in _OF_DECODERS if name in free]
-    if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
+    weights = [name for name, _ in module.named_parameters(recurse=False)]
+    if any(name.startswith("logit_scale") for name in weights):
         wanted += [name for name in _COMPARED_WITH if name in free][:1]
     decodes = "decoder_input_ids" in wanted
     plans: dict[str, Plan] = {}
@@ -425,8 +454,12 @@ def configured_plans(module: Any, names: list[str], free: Collection[str], seq_l
 
 def beside(names: Collection[str], free: Collection[str]) -> list[str]:
     """Return the images that a model of text and images may need with its text, or the text with its images."""
-    partners = [_BESIDE[name] for name in names if name in _BESIDE]
-    return [name for name in partners if name in free and name not in names]
+    partners: list[str] = []
+    for name in names:
+        partner = _BESIDE.get(name)
+        if partner is not None and partner in free and partner not in names:
+            partners.append(partner)
+    return partners
 
 
 def _configured_plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
@@ -534,23 +567,34 @@ def _special(config: Any) -> tuple[int, ...]:
 def _is_container(annotation: Any) -> bool:
     """Return whether an annotation is a container of several tensors."""
     kind = get_origin(annotation) or annotation
-    if not isinstance(kind, type) or kind is Parameter.empty or issubclass(kind, (str, Tensor)):
+    if not isinstance(kind, type) or kind is Parameter.empty:
+        return False
+    if issubclass(kind, (str, Tensor)):
         return False
     return is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, (Mapping, Sequence))
 
 
 def _container_message(forward: Forward, target: Target, name: str) -> str:
     """Return the message for an argument that is a container of unknown tensors."""
+    code = function_of(target, {name.strip("*"): None})
     return (
         f"{forward.label} takes several tensors in {name}, which cannot be guessed. Give a function "
-        f"that returns it with the module:\n{function_of(target, {name.strip('*'): None})}"
+        f"that returns it with the module:\n{code}"
     )
 
 
 def function_of(target: Target, arguments: Mapping[str, Plan | None]) -> str:
     """Return the three lines of a function that returns a module and its arguments, as far as they are known."""
-    values = ", ".join(f"{name}={'...' if plan is None else plan.code}" for name, plan in arguments.items())
-    return f"def attention():\n    module = {_constructor_call(target)}\n    return module, (), dict({values})"
+    values: list[str] = []
+    for name, plan in arguments.items():
+        code = "..." if plan is None else plan.code
+        values.append(f"{name}={code}")
+    lines = [
+        "def attention():",
+        f"    module = {_constructor_call(target)}",
+        f"    return module, (), dict({', '.join(values)})",
+    ]
+    return "\n".join(lines)
 
 
 def _constructor_call(target: Target) -> str:
@@ -581,8 +625,9 @@ def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[
         return None
     for line in re.finditer(_UNPACKED, code, re.MULTILINE):
         name = line[3]
-        changed_before = rf"\b{name}\b[^=\n]*(?<![=!<>])=(?!=)"
-        if name not in arguments or re.search(changed_before, code[code.find(":\n") : line.start()]):
+        changed = rf"\b{name}\b[^=\n]*(?<![=!<>])=(?!=)"
+        before = code[code.find(":\n") : line.start()]
+        if name not in arguments or re.search(changed, before):
             continue
         for axis, word in enumerate(line.groups()[:2]):
             if word.lower() in _BATCH:
@@ -592,7 +637,8 @@ def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[
 
 def said_batch_first(module: nn.Module) -> bool | None:
     """Return the `batch_first` of a module, or of a part of one of torch's; None if it has none."""
-    parts = module.modules() if type(module).__module__.startswith("torch.nn.") else [module]
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    parts = module.modules() if is_of_torch else [module]
     for part in parts:
         batch_first = getattr(part, "batch_first", None)
         if isinstance(batch_first, bool):

@@ -74,26 +74,33 @@ def make_call(target: Target, asked: Asked) -> Call:
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = _Drawing(forward, given, asked).values(plans)
-    masks, notes_on_masks = _masks(forward, target, asked, values, notes)
+    masks = _masks(forward, target, asked, values, notes)
     switches = _switches(forward, asked.flags)
-    call = forward.call({**switches, **values, **masks})
-    drawn = [name for name in forward.parameters if name in plans]
-    nameless = [name for name in plans if name not in forward.parameters]
+    call = forward.call({**switches, **values, **masks.by_name})
+    # An argument without a name comes first, then the others in the order of the signature.
+    drawn = [name for name in plans if name not in forward.parameters]
+    drawn += [name for name in forward.parameters if name in plans]
+    guessed: dict[str, str] = {}
+    for name in drawn:
+        if not plans[name].is_given:
+            guessed[name] = _written(values[name])
     return replace(
         call,
-        drawn=(*nameless, *drawn),
-        guessed={name: _written(values[name]) for name in (*nameless, *drawn) if not plans[name].is_given},
+        drawn=tuple(drawn),
+        guessed=guessed,
         drawn_width=_drawn_width(sizes, plans),
-        said=(*notes, *notes_on_masks),
+        said=(*notes, *masks.notes),
     )
 
 
 def _given_values(sizes: Sizes, asked: Asked) -> dict[str, Any]:
     """Return the arguments that --set and a file give, by name."""
-    target, file = sizes.target, asked.inputs.input
-    if file is None:
-        return dict(target.forward_settings)
-    return {**target.forward_settings, **_of_file(sizes, file, checked=_has_named_sizes(target))}
+    values = dict(sizes.target.forward_settings)
+    file = asked.inputs.input
+    if file is not None:
+        is_checked = _has_named_sizes(sizes.target)
+        values.update(_of_file(sizes, file, checked=is_checked))
+    return values
 
 
 def _has_named_sizes(target: Target) -> bool:
@@ -104,7 +111,8 @@ def _has_named_sizes(target: Target) -> bool:
 def _written(tensor: Tensor) -> str:
     """Return the shape and dtype of a tensor as --input-shape takes them: `2x10x512:float32`."""
     shape = "x".join(map(str, tensor.shape))
-    return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{shape}:{dtype}"
 
 
 def _drawn_width(sizes: Sizes, plans: Mapping[str, Plan]) -> int:
@@ -130,7 +138,8 @@ def _returned_call(target: Target, asked: Asked) -> Call:
     call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
     if "causal" not in unused:
         return call
-    note = f"--causal made no mask, because {shown(target.made_from)} returns its own inputs."
+    made_from = shown(target.made_from)
+    note = f"--causal made no mask, because {made_from} returns its own inputs."
     return replace(call, said=(note,))
 
 
@@ -152,21 +161,21 @@ class _Drawing:
         Query, key and value share one tensor if their shapes are equal and not given.
         """
         values = dict(self.given)
-        generator = torch.Generator("cpu").manual_seed((self.asked.seed + _STREAM) % 2**64)
+        seed = (self.asked.seed + _STREAM) % 2**64
+        generator = torch.Generator("cpu").manual_seed(seed)
         for name in sorted(plans, key=lambda name: _ORDER.get(plans[name].kind, 0)):
-            shared = self._shared_with(plans[name], values)
-            if shared is None:
-                values[name] = plans[name].draw(self.forward, self.asked.inputs, generator)
-            else:
-                values[name] = shared
+            plan = plans[name]
+            tensor = self._shared_with(plan, values)
+            if tensor is None:
+                tensor = plan.draw(self.forward, self.asked.inputs, generator)
+            values[name] = tensor
         return values
 
     def _shared_with(self, plan: Plan, values: Mapping[str, Any]) -> Tensor | None:
         """Return the tensor of the query or key that a key or value shares; None if it needs its own."""
         if plan.kind not in ("key", "value") or plan.is_given:
             return None
-        has_keys = any(self.forward.kind(name) == "key" for name in self.forward.parameters)
-        source = "key" if plan.kind == "value" and has_keys else "query"
+        source = self._source_of(plan.kind)
         # There may be more keys than queries.
         if source == "query" and self.asked.inputs.key_len is not None:
             return None
@@ -178,15 +187,25 @@ class _Drawing:
                 return value
         return None
 
+    def _source_of(self, kind: Kind) -> Kind:
+        """Return the kind whose tensor a key or a value shares: values share that of the keys, if there are keys."""
+        if kind == "value":
+            for name in self.forward.parameters:
+                if self.forward.kind(name) == "key":
+                    return "key"
+        return "query"
+
     def probed(self, plans: Mapping[str, Plan], watched: Collection[str], *, whole: bool) -> Probed:
         """Run the forward with these plans, and return the use of the watched arguments."""
         values = self.values(plans)
-        subject = self.forward.call(values).of(self.forward.module)
-        return probe(subject, {name: values[name] for name in watched}, whole=whole)
+        call = self.forward.call(values)
+        tensors = {name: values[name] for name in watched}
+        return probe(call.of(self.forward.module), tensors, whole=whole)
 
     def runs(self, plans: Mapping[str, Plan]) -> bool:
         """Return whether the forward runs to its end with these plans."""
-        return self.probed(plans, (), whole=True).error is None
+        probed = self.probed(plans, (), whole=True)
+        return probed.error is None
 
 
 def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) -> dict[str, Plan]:
@@ -194,34 +213,47 @@ def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) ->
 
     Raises as `make_call`.
     """
-    target, forward, inputs = sizes.target, drawing.forward, drawing.asked.inputs
-    plans = {name: sizes.given(name, shape) for name, shape in shapes.items()}
-    names = needed(forward, target, inputs, {*drawing.given, *plans})
+    target = sizes.target
+    plans: dict[str, Plan] = {}
+    for name, shape in shapes.items():
+        plans[name] = sizes.given(name, shape)
+    names = needed(drawing.forward, target, drawing.asked.inputs, {*drawing.given, *plans})
     if is_hugging_face(target.module):
         plans = _with_configured(drawing, plans, names)
-        names = [name for name in names if name not in plans]
+    names = [name for name in names if name not in plans]
     if _has_named_sizes(target):
-        return {**plans, **{name: sizes.plan(name) for name in names}}
-    if not names:
-        return plans
+        for name in names:
+            plans[name] = sizes.plan(name)
+    elif names:
+        plans.update(_guessed(sizes, drawing, plans, names))
+    return plans
+
+
+def _guessed(sizes: Sizes, drawing: _Drawing, plans: Mapping[str, Plan], names: Sequence[str]) -> dict[str, Plan]:
+    """Return the plans of these arguments by their use in a run, in which the others have their plans already."""
 
     def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
-        return drawing.probed({**plans, **guesses}, guesses, whole=whole)
+        together = {**plans, **guesses}
+        return drawing.probed(together, guesses, whole=whole)
 
-    return {**plans, **guessed_plans(sizes, names, {*drawing.given, *plans}, run)}
+    return guessed_plans(sizes, names, {*drawing.given, *plans}, run)
 
 
-def _with_configured(drawing: _Drawing, plans: dict[str, Plan], names: list[str]) -> dict[str, Plan]:
+def _with_configured(drawing: _Drawing, plans: Mapping[str, Plan], names: list[str]) -> dict[str, Plan]:
     """Return the plans and those that the configuration of a model describes, with text or images that it lacks."""
-    module, seq_len = drawing.forward.module, drawing.asked.inputs.seq_len
+    module = drawing.forward.module
+    seq_len = drawing.asked.inputs.seq_len
     free = set(drawing.forward.parameters) - {*drawing.given, *plans}
-    fewer = {**configured_plans(module, names, free, seq_len), **plans}
-    partners = beside([*names, *plans, *drawing.given], free)
-    # The plans with partners are those of a model that takes text and images together.
-    more = {**configured_plans(module, [*names, *partners], free, seq_len), **plans}
-    if len(more) > len(fewer) and not drawing.runs(fewer) and drawing.runs(more):
-        return more
-    return fewer
+    names_of_all = [*names, *plans, *drawing.given]
+    partners = beside(names_of_all, free)
+    fewer = configured_plans(module, names, free, seq_len)
+    fewer.update(plans)
+    # With its partners, a model of text and images gets both.
+    more = configured_plans(module, names + partners, free, seq_len)
+    more.update(plans)
+    if len(more) <= len(fewer) or drawing.runs(fewer):
+        return fewer
+    return more if drawing.runs(more) else fewer
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -241,53 +273,67 @@ def _sequences(plans: Mapping[str, Plan], given: Mapping[str, Any]) -> list[str]
 
 def _layout(forward: Forward, names: Sequence[str], asked: Asked) -> Layout:
     """Return the layout that the user chose, or else the one that the module shows for these arguments."""
-    if "batch_first" in asked.flags.given:
-        return Layout(bool(asked.flags.values.get("batch_first", True)))
-    return layout_of(forward.module, names)
+    if "batch_first" not in asked.flags.given:
+        return layout_of(forward.module, names)
+    batch_first = bool(asked.flags.values.get("batch_first", True))
+    return Layout(batch_first)
 
 
 def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Plan], asked: Asked) -> tuple[str, ...]:
     """Return a sentence on the layout: `x is `seq batch embed`: ...`; empty if it is plain."""
     if not layout.why or not names or asked.inputs.unbatched:
         return ()
-    drawn = [plans[name] for name in names if name in plans]
+    are_tokens = True
+    for name in names:
+        if name in plans and plans[name].kind != "ids":
+            are_tokens = False
     axes = "batch seq" if layout.batch_first else "seq batch"
-    if not all(plan.kind == "ids" for plan in drawn):
+    if not are_tokens:
         axes += " embed"
     verb = "is" if len(names) == 1 else "are"
-    return (f"{', '.join(names)} {verb} `{axes}`: {layout.why}",)
+    listed = ", ".join(names)
+    return (f"{listed} {verb} `{axes}`: {layout.why}",)
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
-def _masks(
-    forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: tuple[str, ...]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return masks by name, and sentences on how they were found. Raises as `make_call`."""
+@dataclass(frozen=True)
+class _Masks:
+    """The masks of a call by name, and sentences on how they were found."""
+
+    by_name: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+
+def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: Sequence[str]) -> _Masks:
+    """Return the masks that the user asked for, in the form that the forward takes. Raises as `make_call`."""
     inputs = asked.inputs
     if target.layer is None:
         is_asked = inputs.causal and "causal" in asked.flags.typed
         inputs = replace(inputs, causal=is_asked and not _is_built_causal(target.module))
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
-    masks, flags = masks_of(forward, target, inputs, values, free)
-    if not flags:
-        return masks, []
+    made_masks = masks_of(forward, target, inputs, values, free)
+    if not made_masks.open_flags:
+        return _Masks(made_masks.by_name)
+    still_free = [name for name in free if name not in made_masks.by_name]
 
     def run(tried: Mapping[str, Tensor]) -> Subject:
-        call = forward.call({**values, **masks, **tried})
-        return replace(call.of(target.module), seed=asked.seed, grad=False)
+        call = forward.call({**values, **made_masks.by_name, **tried})
+        subject = call.of(target.module)
+        return replace(subject, seed=asked.seed, grad=False)
 
     try:
-        tried, notes_on_tried = try_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
+        tried = try_masks(forward, inputs, made_masks.open_flags, still_free, run)
     except SpecError as error:  # another layout may be the solution
         raise type(error)(" ".join((str(error), *notes))) from None
-    return {**masks, **tried}, notes_on_tried
+    return _Masks({**made_masks.by_name, **tried.by_name}, tried.notes)
 
 
 def _is_built_causal(module: nn.Module) -> bool:
     """Return whether the constructor of a module took --causal, so that it masks by itself."""
-    return any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))
+    switches = ("causal", "is_causal", "masked")
+    return any(getattr(module, name, False) for name in switches)
 
 
 # -- from the options --------------------------------------------------------------------------------------------------
@@ -298,48 +344,64 @@ def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
 
     Raises `InputError` if a `checked` tensor does not fit the layer, `SpecError` for an unknown name.
     """
-    forward, content = sizes.forward, read_tensors(path)
-    tensors = {"": content} if isinstance(content, Tensor) else content
-    if len(tensors) == 1 and next(iter(tensors)) not in forward.parameters:
-        # A single tensor is the first argument's, whatever its name.
-        tensors = {"": next(iter(tensors.values()))}
+    forward = sizes.forward
+    renamed: dict[str, Tensor] = {}
+    by_role = _by_role(forward)
+    for name, tensor in _tensors_of(path, forward).items():
+        argument = name if name in forward.parameters else by_role.get(name, name)
+        renamed[argument] = tensor
+    tensors: dict[str, Any] = {}
+    for name, tensor in forward.named(renamed, shown(str(path))).items():
+        if checked:
+            _require_fit(printable(path), name, tensor, sizes)
+        tensors[name] = _moved(forward, tensor).contiguous()
+    return tensors
+
+
+def _tensors_of(path: Path, forward: Forward) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, a single one with an empty name: it is the first argument's."""
+    content = read_tensors(path)
+    if isinstance(content, Tensor):
+        return {"": content}
+    names = list(content)
+    if len(names) == 1 and names[0] not in forward.parameters:
+        return {"": content[names[0]]}
+    return content
+
+
+def _by_role(forward: Forward) -> dict[str, str]:
+    """Return the arguments that a file may call query, key and value, by that name."""
     by_role: dict[str, str] = {}
     for name in forward.parameters:
         role = _ROLES.get(forward.kind(name))
         if role is not None:
             by_role[role] = name
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        argument = name if name in forward.parameters else by_role.get(name, name)
-        renamed[argument] = tensor
-    named = forward.named(renamed, shown(str(path)))
-    if checked:
-        for name, tensor in named.items():
-            _require_fit(printable(path), name, tensor, sizes)
-    return {name: _moved(forward, tensor).contiguous() for name, tensor in named.items()}
+    return by_role
 
 
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     """Raise `InputError` if the rank, width or dtype of a tensor does not fit a layer."""
     *places, width = sizes.plan(name).axes
-    flag = {"key": "kdim", "value": "vdim"}.get(sizes.forward.kind(name), "embed-dim")
-    option = "--embed-dim " if flag == "embed-dim" else f"--set {flag}="
+    kind = sizes.forward.kind(name)
+    # As a layer and torch call the sizes of their inputs.
+    size = {"key": "kdim", "value": "vdim"}.get(kind, "embed_dim")
+    option = "--embed-dim " if size == "embed_dim" else f"--set {size}="
     if not layout_of(sizes.forward.module, ()).batch_first:
         places.reverse()
-    axes = f"`{' '.join(map(str, places))} {flag.removesuffix('-dim')}`"
+    axes = " ".join(map(str, [*places, size.removesuffix("_dim")]))
     said = f"{file}: {name} has shape {list(tensor.shape)}"
-    if tensor.dim() != len(places) + 1:
+    rank = len(places) + 1
+    if tensor.dim() != rank:
         ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
-        way_out = ways.get(tensor.dim(), f"Save it with {len(places) + 1} dimensions.")
-        raise InputError(f"{said}, expected {len(places) + 1} dimensions: {axes}. {way_out}")
+        way_out = ways.get(tensor.dim(), f"Save it with {rank} dimensions.")
+        raise InputError(f"{said}, expected {rank} dimensions: `{axes}`. {way_out}")
     if tensor.shape[-1] != width:
         raise InputError(
-            f"{said}, expected {axes} with {flag.replace('-', '_')} {width} as the last size. "
-            f"Try {option}{tensor.shape[-1]}."
+            f"{said}, expected `{axes}` with {size} {width} as the last size. Try {option}{tensor.shape[-1]}."
         )
     if not tensor.is_floating_point():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise InputError(f"{file}: {name} has dtype {kind}, expected floating-point numbers. Save {name}.float().")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{file}: {name} has dtype {dtype}, expected floating-point numbers. Save {name}.float().")
 
 
 def _moved(forward: Forward, tensor: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: C
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise InputError(f"{target.name} has no forward, so it cannot be called. Name a module that has one.")
     call = like or make_call(target, asked)
-    if any(map(is_lazy, module.parameters())):
+    has_lazy_layers = any(map(is_lazy, module.parameters()))
+    if has_lazy_layers:
         try:
             subject = subject_of(target, call, asked.seed)
             with torch.no_grad(), explaining(subject):
@@ -80,8 +81,9 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
     resolve(run.device, spec.dtype)
-    subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
-    if 1 not in (spec.num_heads, spec.head_dim):
+    module = kind.build(spec, run.device)
+    subject = layer_called(module, spec, inputs, run, layer)
+    if spec.num_heads != 1 and spec.head_dim != 1:
         return subject
     return replace(subject, without_ones=lambda _: _without_ones(spec, inputs, run, layer))
 
@@ -114,9 +116,16 @@ def _without_ones(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: s
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
     """Return the subject of a layer that was built from this spec, with inputs."""
     settings = plain_fields(spec)
-    target = Target(module, layer, settings, arguments=settings, layer=find_layer(layer))
+    target = Target(
+        module=module,
+        made_from=layer,
+        passed=settings,
+        arguments=settings,
+        layer=find_layer(layer),
+    )
     switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
-    call = call_target(target, Asked(inputs, Flags(switches, frozenset(switches)), seed=spec.seed))
+    flags = Flags(values=switches, given=frozenset(switches))
+    call = call_target(target, Asked(inputs, flags, seed=spec.seed))
     return subject_of(target, call, spec.seed, run.grad)
 
 
@@ -156,8 +165,11 @@ def _settings_of(
     spec: type[AttentionSpec] | type[InputSpec] | type[RunSpec], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings that are fields of a spec."""
-    names = {field.name for field in fields(spec)}
-    return {name: value for name, value in settings.items() if name in names}
+    chosen: dict[str, Any] = {}
+    for field in fields(spec):
+        if field.name in settings:
+            chosen[field.name] = settings[field.name]
+    return chosen
 
 
 def _require_settings(names: Iterable[str]) -> None:

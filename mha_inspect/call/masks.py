@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,9 @@ def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Ten
     """Return `query key`, True where a key comes after the query: both sequences start together, as in torch."""
     if torch.device(device).type == "meta":
         return torch.empty(query, key, dtype=torch.bool, device=device)
-    every_key = torch.ones(query, key, dtype=torch.bool, device="cpu")
-    return every_key.triu_(diagonal=1).to(device)
+    pairs = torch.ones(query, key, dtype=torch.bool, device="cpu")
+    later = pairs.triu_(diagonal=1)
+    return later.to(device)
 
 
 def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device) -> Tensor | None:
@@ -62,7 +62,8 @@ def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device)
         mask = torch.empty(batch, keys, dtype=torch.bool, device=device)
     else:
         counts = torch.tensor(inputs.padding, device="cpu").expand(batch)
-        mask = (torch.arange(keys, device="cpu") >= keys - counts[:, None]).to(device)
+        places = torch.arange(keys, device="cpu")
+        mask = (places >= keys - counts[:, None]).to(device)
     return mask[0] if inputs.unbatched else mask
 
 
@@ -81,12 +82,12 @@ def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> 
     Raises `InputError` if its shape does not fit, or it has numbers instead of booleans.
     """
     mask = read_tensor(path)
-    shape = tuple(mask.shape)
-    if shape not in ((query, key), (batch * heads, query, key)):
+    of_all = (query, key)
+    of_each_head = (batch * heads, query, key)
+    if mask.shape not in (of_all, of_each_head):
         raise InputError(
-            f"{printable(path)} has shape {list(shape)}. For batch {batch} and {heads} heads, expected `query key` "
-            f"[{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
-            "For padding, use --padding."
+            f"{printable(path)} has shape {list(mask.shape)}. For batch {batch} and {heads} heads, expected "
+            f"`query key` {list(of_all)} or `(batch heads) query key` {list(of_each_head)}. For padding, use --padding."
         )
     if mask.dtype == torch.bool:
         return mask
@@ -118,8 +119,9 @@ def _is_of_zeros_and_ones(mask: Tensor) -> bool:
 
 
 def _no_mask(forward: Forward, flag: str) -> NoMaskError:
-    listed = ", ".join(forward.parameters)
-    arguments = f"its arguments are {listed}" if listed else "it names no arguments"
+    arguments = "it names no arguments"
+    if forward.parameters:
+        arguments = f"its arguments are {', '.join(forward.parameters)}"
     return NoMaskError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
 
 
@@ -150,26 +152,39 @@ class _MaskArguments:
         )
 
 
+@dataclass(frozen=True)
+class MadeMasks:
+    """The masks whose form is known."""
+
+    by_name: Mapping[str, Any]
+    """By the names of a forward's arguments."""
+    open_flags: Sequence[str] = ()
+    """The flags whose masks have an unknown form."""
+
+
 def masks_of(
     forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the masks by the names of a forward's arguments, and the flags whose masks have an unknown form.
-
-    `free` has the arguments that may take a mask and that the user did not give.
+) -> MadeMasks:
+    """Return the masks that the user asked for. `free` has the arguments that may take one and have no value.
 
     Raises `SpecError` if the forward takes no such mask, `InputError` if a file does not fit.
     """
     arguments = _MaskArguments.of(forward)
     style = None if target.layer is None else target.layer.masks
-    is_known = style is not None or type(forward.module).__module__.startswith("torch.nn.")
-    flags = _asked_flags(inputs)
+    home = type(forward.module).__module__
+    is_known = style is not None or home.startswith("torch.nn.")
     taken = _taken_by_known(arguments, style) if is_known else _taken_by_unknown(forward, arguments, free)
+    flags = _asked_flags(inputs)
     for flag in flags:
         if flag not in taken:
             raise _no_mask(forward, flag)
-    tensors = {name: values[name] for name in forward.parameters if isinstance(values.get(name), Tensor)}
+    tensors: dict[str, Tensor] = {}
+    for name in forward.parameters:
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
     if flags and tensors and is_known:
-        return _masks_of_known(forward, target, inputs, tensors, arguments), []
+        return _masks_of_known(forward, target, inputs, tensors, arguments)
     return _masks_by_name(forward, inputs, arguments, flags)
 
 
@@ -210,41 +225,47 @@ def _taken_by_unknown(forward: Forward, arguments: _MaskArguments, free: Collect
 
 def _masks_of_known(
     forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor], arguments: _MaskArguments
-) -> dict[str, Any]:
+) -> MadeMasks:
     """Return the masks of a module whose form of masks is known, without those that mask nothing."""
     masks = _known_masks(forward, target, inputs, tensors)
     style = None if target.layer is None else target.layer.masks
-    by_name: dict[str | None, Tensor | None]
+    scores = masks.scores
+    keys = None
     if style:
-        batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
-        merged = merged_mask(masks.scores, masks.keys, style, forward.dtype, batch, target.made_from)
-        by_name = {arguments.of_scores: merged}
+        first = next(iter(tensors.values()))
+        batch = None if inputs.unbatched else first.shape[0]
+        scores = merged_mask(masks.scores, masks.keys, style, forward.dtype, batch, target.made_from)
     else:
-        by_name = {arguments.of_scores: masks.scores}
-        by_name.update(dict.fromkeys(arguments.of_keys, masks.keys_like_scores()))
-    return {name: mask for name, mask in by_name.items() if name is not None and mask is not None}
+        keys = masks.keys_like_scores()
+    by_name: dict[str, Any] = {}
+    if arguments.of_scores is not None and scores is not None:
+        by_name[arguments.of_scores] = scores
+    if keys is not None:
+        by_name.update(dict.fromkeys(arguments.of_keys, keys))
+    return MadeMasks(by_name)
 
 
-def _masks_by_name(
-    forward: Forward, inputs: InputSpec, arguments: _MaskArguments, flags: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+def _masks_by_name(forward: Forward, inputs: InputSpec, arguments: _MaskArguments, flags: Sequence[str]) -> MadeMasks:
     """Return the masks whose form the name of an argument says, and the flags that are left."""
-    given: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     left = list(flags)
     if inputs.attn_mask is not None and arguments.of_scores is not None:
         mask = read_tensor(inputs.attn_mask).to(forward.device)
-        given[arguments.of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+        if mask.is_floating_point():
+            mask = mask.to(forward.dtype)
+        by_name[arguments.of_scores] = mask
         left.remove("--attn-mask")
     if inputs.causal and arguments.switches:
-        given[arguments.switches[0]] = True
+        by_name[arguments.switches[0]] = True
         left.remove("--causal")
     # If the form of the causal mask is unknown too, both masks may belong in one argument.
     attention_mask = arguments.attention_mask if left == ["--padding"] else None
     if attention_mask is None or not is_hugging_face(forward.module):
-        return given, left
+        return MadeMasks(by_name, left)
     padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
     assert padded is not None
-    return {**given, attention_mask: (~padded).long()}, []
+    by_name[attention_mask] = (~padded).long()
+    return MadeMasks(by_name)
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
@@ -271,7 +292,9 @@ class _KnownMasks:
 
     def keys_like_scores(self) -> Tensor | None:
         """Return the mask of keys as one to add, if that of scores is one to add: torch deprecates mixed kinds."""
-        if self.keys is None or self.scores is None or not self.scores.is_floating_point():
+        if self.keys is None or self.scores is None:
+            return self.keys
+        if not self.scores.is_floating_point():
             return self.keys
         zeros = torch.zeros_like(self.keys, dtype=self.scores.dtype)
         return zeros.masked_fill_(self.keys, float("-inf"))
@@ -336,7 +359,9 @@ def merged_mask(
     if mask is not None and mask.dim() == 3 and batch is not None:
         mask = rearrange(mask, "(batch heads) query key -> batch heads query key", batch=batch)
     if padding is not None:
-        mask = _both(mask, rearrange(padding, "... key -> ... 1 1 key"))
+        # For all heads and queries the same keys.
+        padded = rearrange(padding, "... key -> ... 1 1 key")
+        mask = _both(mask, padded)
     if mask is None or style == "boolean":
         return mask
     is_boolean = mask.dtype == torch.bool
@@ -348,10 +373,12 @@ def merged_mask(
                 f"{layer} multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
                 "Give a boolean mask, or dtype float32."
             )
-        return (mask.to(dtype) / -1e9).clamp(max=1.0)
+        ones = mask.to(dtype) / -1e9
+        return ones.clamp(max=1.0)
     blocked = torch.finfo(dtype).min if style == "lowest" else float("-inf")
     if is_boolean:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, blocked)
+        zeros = torch.zeros_like(mask, dtype=dtype)
+        return zeros.masked_fill(mask, blocked)
     return mask.to(dtype).clamp(min=blocked)
 
 
@@ -379,8 +406,9 @@ class MaskForm:
 
     def words(self, flags: Iterable[str]) -> str:
         """Return a sentence on the mask that these flags made."""
-        kind = f"{str(self.dtype).removeprefix('torch.')} `{self.axes}`"
-        return f"{' and '.join(flags)} made {self.argument}, {kind}: {_MEANS[self.means]}, as the weights show."
+        dtype = str(self.dtype).removeprefix("torch.")
+        mask = f"{' and '.join(flags)} made {self.argument}, {dtype} `{self.axes}`"
+        return f"{mask}: {_MEANS[self.means]}, as the weights show."
 
     def mask(self, masked: Tensor, heads: int) -> Tensor:
         """Return a mask in this form. `masked` is `batch query key`, True for masked keys."""
@@ -401,18 +429,28 @@ class MaskForm:
         return zeros.masked_fill(masked, -torch.inf)
 
 
+@dataclass(frozen=True)
+class TriedMasks:
+    """A mask whose form was found by runs."""
+
+    by_name: Mapping[str, Tensor]
+    """By the name of the argument; empty if no mask is needed."""
+    notes: Sequence[str]
+    """Sentences on it."""
+
+
 def try_masks(
     forward: Forward,
     inputs: InputSpec,
     flags: Sequence[str],
     free: Sequence[str],
     make: Callable[[Mapping[str, Tensor]], Subject],
-) -> tuple[dict[str, Tensor], list[str]]:
+) -> TriedMasks:
     """Make one mask of all flags, in the first usual form with which a run masks out these keys and no others.
 
     `free` has the mask arguments that the user did not give; `make` makes a subject with masks by name.
 
-    Returns the mask by name, and sentences on it. Raises `SpecError` if no form has the requested effect.
+    Raises `SpecError` if no form has the requested effect.
     """
     if forward.device.type == "meta":
         raise SpecError(
@@ -420,31 +458,39 @@ def try_masks(
             "Use --device cpu, or give the mask by name: --input FILE."
         )
     unmasked = _weights(make({}))
-    asked, notes = _flags_with_effect(inputs, flags, unmasked, forward.device)
-    if not asked:
-        return {}, notes
+    effect = _effect_of(flags, inputs, unmasked, forward.device)
+    if not effect.flags:
+        return TriedMasks({}, effect.notes)
     if not free:
-        raise _no_mask(forward, asked[0])
-    masked = _masked(inputs, asked, forward.device)
+        raise _no_mask(forward, effect.flags[0])
+    masked = _masked(inputs, effect.flags, forward.device)
     heads = max((weights.shape[1] for weights in unmasked), default=1)
-    for form in _forms(forward, free, asked):
+    for form in _forms(forward, free, effect.flags):
         mask = form.mask(masked, heads)
         weights = _weights(make({form.argument: mask}))
         if _masks_out_only(masked, weights, unmasked):
-            return {form.argument: mask}, [*notes, form.words(asked)]
+            words = form.words(effect.flags)
+            return TriedMasks({form.argument: mask}, [*effect.notes, words])
+    flags_in_words = " and ".join(effect.flags)
+    arguments = ", ".join(free)
     raise SpecError(
-        f"{' and '.join(asked)} cannot be applied to {forward.label}: no usual form of {', '.join(free)} masks out "
+        f"{flags_in_words} cannot be applied to {forward.label}: no usual form of {arguments} masks out "
         "these keys alone. Let a function return the module with its inputs and masks: (module, args)."
     )
 
 
-def _flags_with_effect(
-    inputs: InputSpec, flags: Sequence[str], unmasked: Sequence[Tensor], device: torch.device
-) -> tuple[list[str], list[str]]:
-    """Return the flags that need a mask, and a sentence on each flag that needs none.
+@dataclass(frozen=True)
+class _Effect:
+    """The flags that change which keys are attended to, and those that do not."""
 
-    `unmasked` has the weights of a run without a mask.
-    """
+    flags: Sequence[str]
+    """The flags that need a mask."""
+    notes: Sequence[str]
+    """A sentence on each flag that needs none."""
+
+
+def _effect_of(flags: Sequence[str], inputs: InputSpec, unmasked: Sequence[Tensor], device: torch.device) -> _Effect:
+    """Return which flags need a mask. `unmasked` has the weights of a run without a mask."""
     needed: list[str] = []
     notes: list[str] = []
     for flag in flags:
@@ -455,15 +501,18 @@ def _flags_with_effect(
             notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
         else:
             needed.append(flag)
-    return needed, notes
+    return _Effect(needed, notes)
 
 
 def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
     """Yield the forms to try: masks of keys alone do not depend on the query, as a causal mask does."""
-    patterns = [axes for axes in _FORMS if "query" in axes or "--causal" not in flags]
-    for argument, axes, means in product(free, patterns, _MEANS):
-        dtype = forward.dtype if means == "adds" else torch.bool
-        yield MaskForm(argument, axes, means, dtype)
+    for argument in free:
+        for axes in _FORMS:
+            if "--causal" in flags and "query" not in axes:
+                continue
+            for means in _MEANS:
+                dtype = forward.dtype if means == "adds" else torch.bool
+                yield MaskForm(argument, axes, means, dtype)
 
 
 def _masked(inputs: InputSpec, flags: Collection[str], device: torch.device) -> Tensor:
@@ -476,7 +525,9 @@ def _masked(inputs: InputSpec, flags: Collection[str], device: torch.device) -> 
     padded = padding_mask(inputs, inputs.batch, inputs.keys, device)
     if padded is None:
         return masked
-    return masked | rearrange(padded, "... key -> ... 1 key")
+    # For every query the same keys.
+    by_query = rearrange(padded, "... key -> ... 1 key")
+    return masked | by_query
 
 
 def _masks_out_only(masked: Tensor, after: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
@@ -493,7 +544,9 @@ def _masks_out_only(masked: Tensor, after: Sequence[Tensor], before: Sequence[Te
         attended = torch.ones_like(by_head)
         if len(before) == len(after) and before[place].shape == weights.shape:
             attended = before[place] > _MASKED
-        if _are_zero_only_where(by_head & attended, weights, kept=~by_head & attended):
+        masked_out = by_head & attended
+        kept = ~by_head & attended
+        if _are_zero_only_where(masked_out, weights, kept=kept):
             return True
     return False
 
@@ -504,12 +557,14 @@ def _are_zero_only_where(masked: Tensor, weights: Tensor, *, kept: Tensor) -> bo
     All are `batch heads query key`.
     """
     # A query all of whose keys are masked may have any weights.
-    masked = masked & kept.any(-1, keepdim=True)
+    has_kept = kept.any(-1, keepdim=True)
+    masked = masked & has_kept
     if not masked.any():
         return False
     if not (weights[masked] <= _MASKED).all():
         return False
-    return bool((weights[kept] > _MASKED).double().mean() > 0.9)
+    share = (weights[kept] > _MASKED).double().mean()
+    return bool(share > 0.9)
 
 
 def _weights(subject: Subject) -> list[Tensor]:

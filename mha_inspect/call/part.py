@@ -41,9 +41,11 @@ class _CaughtError(BaseException):
 
 def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
     """Return the arguments of a call by the names of the forward, `x` for one without a name."""
-    names = _of_kind(signature_of(module.forward), Parameter.POSITIONAL_ONLY) or ["x"]
-    by_place = dict(zip(names, call.args, strict=False))
-    return {**by_place, **call.kwargs}
+    parameters = signature_of(module.forward)
+    names = _of_kind(parameters, Parameter.POSITIONAL_ONLY) or ["x"]
+    arguments = dict(zip(names, call.args, strict=False))
+    arguments.update(call.kwargs)
+    return arguments
 
 
 def _of_kind(parameters: Mapping[str, Parameter], kind: object) -> list[str]:
@@ -73,9 +75,12 @@ def tensors_of(module: nn.Module, call: Call) -> dict[str, NamedTensor]:
     arguments: dict[str, NamedTensor] = {}
     inside: dict[str, NamedTensor] = {}
     for path, tensor in tensors_in(named_arguments(module, call)):
-        kind = forward.kind(path.rpartition(".")[2])
-        group = inside if "." in path else arguments
-        group[path] = NamedTensor(path, kind, tensor)
+        name = path.rpartition(".")[2]
+        named = NamedTensor(path, forward.kind(name), tensor)
+        if "." in path:
+            inside[path] = named
+        else:
+            arguments[path] = named
     return {**arguments, **inside}
 
 
@@ -85,18 +90,21 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     names = _of_kind(parameters, Parameter.POSITIONAL_OR_KEYWORD)
     # An argument after one without a name can only be positional.
     is_by_place = len(args) > len(names) or bool(_of_kind(parameters, Parameter.POSITIONAL_ONLY))
+    by_name = {} if is_by_place else dict(zip(names, args, strict=False))
     call = Call(
-        args=args if is_by_place else (),
-        kwargs=dict(kwargs) if is_by_place else {**dict(zip(names, args, strict=False)), **kwargs},
+        args=() if by_name else args,
+        kwargs={**by_name, **kwargs},
         described="",
         origin=origin,
         batch_first=_is_batch_first(module),
         is_layout_known=False,
     )
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
-    tensors = tensors_of(module, call).values()
-    drawn = tuple(tensor.path for tensor in tensors if tensor.kind not in ("mask", "setting"))
-    return replace(call, described=described(values), drawn=drawn)
+    drawn: list[str] = []
+    for path, named in tensors_of(module, call).items():
+        if named.kind not in ("mask", "setting"):
+            drawn.append(path)
+    return replace(call, described=described(values), drawn=tuple(drawn))
 
 
 def _is_batch_first(module: nn.Module) -> bool:
@@ -116,7 +124,10 @@ def _tensor_for(name: str, kind: Kind, given: Mapping[str, NamedTensor], *, whol
 
     `whole` says that it must contain whole numbers.
     """
-    fitting = {path: named for path, named in given.items() if named.tensor.is_floating_point() != whole}
+    fitting: dict[str, NamedTensor] = {}
+    for path, named in given.items():
+        if named.tensor.is_floating_point() != whole:
+            fitting[path] = named
     if name in fitting:
         return fitting[name].tensor
     for similar in _STANDS_FOR.get(kind, ()):
@@ -136,7 +147,8 @@ class _Source:
 
     def tensor_for(self, drawn: NamedTensor) -> Tensor | None:
         """Return the tensor that replaces a drawn one; None if there is none."""
-        return _tensor_for(drawn.path, drawn.kind, self.tensors, whole=not drawn.tensor.is_floating_point())
+        has_whole_numbers = not drawn.tensor.is_floating_point()
+        return _tensor_for(drawn.path, drawn.kind, self.tensors, whole=has_whole_numbers)
 
     def laid_out(self, tensor: Tensor, *, batch_first: bool) -> Tensor:
         """Return a tensor of this call, `batch sequence embed` or `sequence batch embed`, or tokens without embed."""
@@ -200,13 +212,15 @@ def _no_match(module: nn.Module, source: _Source, drawn: NamedTensor) -> str:
 def _with_tensors(call: Call, module: nn.Module, instead: Mapping[str, Tensor], source: _Source) -> Call:
     """Return a call with other tensors for the arguments of these names."""
     arguments = {**named_arguments(module, call), **instead}
-    kwargs = {name: arguments.pop(name) for name in call.kwargs}
+    kwargs: dict[str, Any] = {}
+    for name in call.kwargs:
+        kwargs[name] = arguments.pop(name)
     # The arguments that are left have a place; those after them have no name.
-    args = (*arguments.values(), *call.args[len(arguments) :])
+    nameless = call.args[len(arguments) :]
     origin = call.origin
     if instead and source.call.origin != call.origin:
         origin = f"copied from {type(source.module).__name__}"
-    return replace(call, args=args, kwargs=kwargs, origin=origin)
+    return replace(call, args=(*arguments.values(), *nameless), kwargs=kwargs, origin=origin)
 
 
 def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,17 +258,29 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
         raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{hint}")
     module = modules[path]
     args, kwargs = _caught_arguments(target, call, path, module)
-    part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
-    by_name = call_with(module, args, kwargs, f"given by {target.name}")
+    given = call_with(module, args, kwargs, f"given by {target.name}")
+    part = Target(
+        module=module,
+        made_from=f"{target.made_from} {path}",
+        passed=target.passed,
+        notes=target.notes,
+        arguments=target.arguments,
+    )
+    return part, _without_state(module, given)
+
+
+def _without_state(module: nn.Module, call: Call) -> Call:
+    """Return a call without optional arguments that a run may change, e.g. a cache of keys."""
     parameters = signature_of(module.forward)
-    needed: dict[str, Any] = {}
-    for name, value in by_name.kwargs.items():
+    kwargs: dict[str, Any] = {}
+    for name, value in call.kwargs.items():
         is_optional = name in parameters and parameters[name].default is None
         if not is_optional or _is_plain(value):
-            needed[name] = value
-    call = call_with(module, by_name.args, needed, by_name.origin)
-    drawn = tuple(name for name in call.drawn if "." not in name)
-    return part, replace(call, drawn=drawn)
+            kwargs[name] = value
+    plain = call_with(module, call.args, kwargs, call.origin)
+    # Tensors inside an argument belong to it, and are not drawn anew.
+    drawn = [path for path in plain.drawn if "." not in path]
+    return replace(plain, drawn=tuple(drawn))
 
 
 def _caught_arguments(
@@ -288,7 +314,8 @@ def _is_plain(value: Any) -> bool:
     """Return whether a value is data that a run does not change, unlike e.g. a cache of keys."""
     if not isinstance(value, (list, tuple, dict)):
         return isinstance(value, _PLAIN)
-    return all(_is_plain(part) for _, part in parts_of(value))
+    parts = [part for _, part in parts_of(value)]
+    return all(map(_is_plain, parts))
 
 
 def with_arguments_of(target: Target, call: Call) -> Target:

@@ -104,8 +104,9 @@ class _Followed:
 
     def with_width(self, width: int) -> Tensor:
         """Return zeros of this shape, but with another width."""
-        before, after = self.tensor.shape[: self.place], self.tensor.shape[self.place + 1 :]
-        return self.tensor.new_zeros((*before, width, *after))
+        sizes = list(self.tensor.shape)
+        sizes[self.place] = width
+        return self.tensor.new_zeros(sizes)
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,11 @@ class _Use:
 
     def argument(self, name: str, place: int, default: Any) -> Any:
         """Return an argument of the function, given by name or by position."""
-        by_place = self.args[place] if len(self.args) > place else default
-        return self.kwargs.get(name, by_place)
+        if name in self.kwargs:
+            return self.kwargs[name]
+        if place < len(self.args):
+            return self.args[place]
+        return default
 
     @property
     def operand(self) -> Tensor | None:
@@ -160,16 +164,19 @@ class _Use:
 
     def _of_convolution(self, weight: Tensor) -> Evidence:
         """Return the channels of `out in/groups kernel…`: of an image, or of a sequence turned to channels first."""
-        channels = weight.shape[1] * int(self.argument("groups", 6, 1))
-        is_1d = self.func == "conv1d"
-        is_sequence = is_1d and self.followed.tensor.dim() == 3 and self.followed.place == 1
-        return Evidence("width" if is_sequence else "image", channels, is_1d=is_1d)
+        groups = int(self.argument("groups", 6, 1))
+        channels = weight.shape[1] * groups
+        if self.func != "conv1d":
+            return Evidence("image", channels)
+        is_sequence = self.followed.tensor.dim() == 3 and self.followed.place == 1
+        return Evidence("width" if is_sequence else "image", channels, is_1d=True)
 
     def _of_product(self, operand: Tensor) -> Evidence | None:
         """Return the width by a right operand, `width features` or one vector."""
-        if self.args[0] is not self.followed.tensor:
+        if self.argument("input", 0, None) is not self.followed.tensor:
             return None
-        return Evidence("width", operand.shape[-2] if operand.dim() > 1 else operand.shape[-1])
+        width = operand.shape[-2] if operand.dim() > 1 else operand.shape[-1]
+        return Evidence("width", width)
 
 
 def _tensors_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -184,11 +191,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
-        self._open, self._whole = set(named), whole
+        self._open = set(named)
+        self._whole = whole
         # By the id of the tensor, which is kept, so that no later tensor gets its id.
         self._followed: dict[int, _Followed] = {}
         for name, tensor in named.items():
-            followed = self._followed.setdefault(id(tensor), _Followed(tensor, [], tensor.dim() - 1))
+            place = tensor.dim() - 1
+            followed = self._followed.setdefault(id(tensor), _Followed(tensor, [], place))
             followed.names.append(name)
 
     def __torch_function__(
@@ -200,7 +209,8 @@ class _Watch(TorchFunctionMode):
         if followed is None:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in ("__getitem__", "__contains__") and isinstance(args[1], str):
+        is_lookup = name in ("__getitem__", "__contains__")
+        if is_lookup and isinstance(args[1], str):
             self.holder = followed.names[-1]
             raise _EnoughError
         if name == "multi_head_attention_forward":
@@ -229,8 +239,10 @@ class _Watch(TorchFunctionMode):
             widths[2] = kwargs["v_proj_weight"].shape[1]
         fitting: list[Tensor] = []
         for tensor, width in zip(args[:3], widths, strict=True):
-            # A key that was made by the module itself is not followed, but has to fit as well.
-            followed = self._followed.get(id(tensor), _Followed(tensor, [], tensor.dim() - 1))
+            followed = self._followed.get(id(tensor))
+            if followed is None:
+                # A key that the module itself made has to fit as well.
+                followed = _Followed(tensor, [], tensor.dim() - 1)
             fitting.append(self._record(followed, Evidence("width", width)))
         return func(*fitting, *args[3:], **kwargs)
 
@@ -243,13 +255,16 @@ class _Watch(TorchFunctionMode):
     def _follow(self, source: _Followed, result: Any) -> None:
         """Follow the results of a followed tensor, if one of their dimensions is still the width."""
         width = source.tensor.shape[source.place]
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(tensor, Tensor):
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for tensor in results:
+            if not isinstance(tensor, Tensor) or id(tensor) in self._followed:
                 continue
             places = [place for place, size in enumerate(tensor.shape) if size == width]
+            if not places:
+                continue
             # Of several dimensions of this size, only the last one is likely to be the width.
-            if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
-                self._followed.setdefault(id(tensor), _Followed(tensor, source.names, places[-1]))
+            if len(places) == 1 or places[-1] == tensor.dim() - 1:
+                self._followed[id(tensor)] = _Followed(tensor, source.names, places[-1])
 
     def _record(self, followed: _Followed, evidence: Evidence) -> Tensor:
         """Record the evidence on an argument. Return the tensor, or zeros of the kind and width that fit."""

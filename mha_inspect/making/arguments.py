@@ -146,13 +146,15 @@ def _parsed_shape(text: str) -> tuple[str, InputShape]:
     if match is None:
         raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write e.g. --input-shape x=2x10x512:float32.")
     # A size of too many digits is not parsed: it is too large anyway.
-    sizes = tuple(int(size) if len(size) < _DIGITS else _LARGEST + 1 for size in match["sizes"].split("x"))
+    sizes: list[int] = []
+    for size in match["sizes"].split("x"):
+        sizes.append(int(size) if len(size) < _DIGITS else _LARGEST + 1)
     if min(sizes) < 1 or prod(sizes) > _LARGEST:
         raise SpecError(f"{said} is not a shape: every size must be 1 or more, and the tensor must fit in memory.")
     dtype = (match["dtype"] or "").removeprefix("torch.") or None
     if dtype is not None and dtype not in INPUT_DTYPES:
         raise SpecError(f"{said}: {shown(dtype)} is not one of {', '.join(INPUT_DTYPES)}.")
-    return match["name"] or "", InputShape(sizes, dtype)
+    return match["name"] or "", InputShape(tuple(sizes), dtype)
 
 
 # -- calling a constructor -------------------------------------------------------------------------------------------
@@ -192,8 +194,11 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
 
 def _nameable(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the parameters that have one value each: all except `*args` and `**kwargs`."""
-    collecting = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in collecting}
+    nameable = dict(parameters)
+    for name, parameter in parameters.items():
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            del nameable[name]
+    return nameable
 
 
 def _is_required(parameter: Parameter) -> bool:
@@ -256,14 +261,20 @@ def _pass_other_names(bound: Arguments, flags: Flags, namespace: Mapping[str, An
 
 def _missing(name: str, missing: list[str], bound: Arguments, flag: str, namespace: Mapping[str, Any]) -> str:
     """Return the message for required arguments that were not given."""
-    left = [key for key in bound.left if key not in bound.names]
-    unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
+    unknown = ""
+    for key in bound.left:
+        if key not in bound.names:
+            unknown = f" {flag} {key} is not one of its arguments ({', '.join(bound.names)})."
+            break
     them = "it" if len(missing) == 1 else "them"
-    values = " ".join(f"{flag} {argument}=VALUE" for argument in missing)
-    may_be = "".join(_as_a_class(flag, argument, namespace) for argument in missing)
+    values: list[str] = []
+    may_be = ""
+    for argument in missing:
+        values.append(f"{flag} {argument}=VALUE")
+        may_be += _as_a_class(flag, argument, namespace)
     return (
         f"{name} needs {', '.join(missing)}, and mha-inspect has no option for {them}.{unknown} "
-        f"Give {values}, or name a function that returns the module.{may_be}"
+        f"Give {' '.join(values)}, or name a function that returns the module.{may_be}"
     )
 
 

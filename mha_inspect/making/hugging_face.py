@@ -220,12 +220,17 @@ def _class_of_type(transformers: ModuleType, kind: str) -> Any:
 
 def _setting_names(config_class: Any) -> list[str]:
     """Return every name that --set could give a configuration, with names of all configurations last."""
-    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
-    names = [field.name for field in fields]
-    special = [name for name in names if name in vars(config_class).get("__annotations__", {})]
+    names: list[str] = []
+    if dataclasses.is_dataclass(config_class):
+        names = [field.name for field in dataclasses.fields(config_class)]
+    of_this_type = vars(config_class).get("__annotations__", {})
+    special = [name for name in names if name in of_this_type]
     renamed = getattr(config_class, "attribute_map", {})
-    in_order = dict.fromkeys([*special, *renamed, *names])
-    return [name for name in in_order if not name.startswith("_")]
+    public: dict[str, None] = {}
+    for name in (*special, *renamed, *names):
+        if not name.startswith("_"):
+            public[name] = None
+    return list(public)
 
 
 def _mapped(config_class: Any, name: str) -> str:
@@ -271,14 +276,19 @@ def _owners(config_class: Any, key: str, flag: str) -> list[_Owner]:
     parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
     part, _, name = key.partition(".")
     is_dotted = "." in key and part in parts
-    if is_dotted and name not in _names_of_part(parts[part]):
-        names = [f"{part}.{name}" for name in _names_of_part(parts[part])]
-        raise SpecError(unknown_setting(key, names, part, flag))
+    if is_dotted:
+        names = _names_of_part(parts[part])
+        if name not in names:
+            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in names], part, flag))
     if key in _setting_names(config_class):
         return [_Owner("", config_class, key)]
     if is_dotted:
         return [_Owner(part, parts[part], name)]
-    return [_Owner(part, kind, key) for part, kind in parts.items() if key in _names_of_part(kind)]
+    owners: list[_Owner] = []
+    for part, kind in parts.items():
+        if key in _names_of_part(kind):
+            owners.append(_Owner(part, kind, key))
+    return owners
 
 
 def _names_of_part(config_class: Any) -> list[str]:

@@ -206,7 +206,11 @@ def _inside(value: Any) -> dict[str, Any]:
     if isinstance(value, (type, nn.Module)):
         return {}
     fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return {str(key): item for key, item in fields.items() if not str(key).startswith("_")}
+    inside: dict[str, Any] = {}
+    for key, item in fields.items():
+        if not str(key).startswith("_"):
+            inside[str(key)] = item
+    return inside
 
 
 def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

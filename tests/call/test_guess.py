@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mha_inspect.__main__ import run
 from mha_inspect.call.call import TargetFailedError, explaining
@@ -17,7 +18,7 @@ from mha_inspect.call.part import with_the_same
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.making.arguments import parse_shapes
-from mha_inspect.making.target import TargetSpec, load_target
+from mha_inspect.making.target import Target, TargetSpec, load_target
 from mha_inspect.making.vocabulary import Flags
 
 FILE = str(Path(__file__).parent / "masked.py")
@@ -190,3 +191,17 @@ def test_every_command_takes_such_a_function(line: str, says: str, capsys: pytes
     output = capsys.readouterr()
     assert code in (0, 1), output.err
     assert says in output.out
+
+
+class NamedOperands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(24, 8))
+
+    def forward(self, x):
+        return torch.matmul(input=x, other=self.weight)
+
+
+def test_a_product_whose_operands_are_passed_by_name_shows_the_width():
+    call = make_call(Target(NamedOperands(), "NamedOperands", {}), Asked(InputSpec(batch=2, seq_len=5)))
+    assert call.kwargs["x"].shape == (2, 5, 24)
