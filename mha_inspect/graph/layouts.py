@@ -270,8 +270,8 @@ def _product(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     *added, left, right = operands
     first, second = op.inputs[-2:]
     left = _summed(graph, op, first, left, len(left.shape) - 1)
-    rows = max(len(right.shape) - 2, 0)
-    right = _summed(graph, op, second, right, rows)
+    summed = max(len(right.shape) - 2, 0)
+    right = _summed(graph, op, second, right, summed)
     shape = op.output.shape
     if len(second.shape) == 1:  # mv, dot
         rows = left.shape[:-1]

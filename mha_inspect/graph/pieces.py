@@ -499,9 +499,9 @@ def _put_join(
         kind="view",
         call=-1,
     )
-    numbers = [recording.values.get(tensor.id) for tensor in tensors]
-    if all(value is not None for value in numbers):
+    if all(tensor.id in recording.values for tensor in tensors):
         join = torch.stack if is_stack else torch.cat
+        numbers = [recording.values[tensor.id] for tensor in tensors]
         recording.values[joined.id] = join(numbers, place)
 
 

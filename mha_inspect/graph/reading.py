@@ -251,8 +251,8 @@ def _is_divided_again(response: Response, weights: Softmaxed, later: Softmaxed) 
 def _is_same_partition(first: Tensor, rows: Tensor) -> bool:
     """Return whether two numberings put the same scores together."""
     pairs = torch.unique(torch.stack((first, rows)), dim=1)
-    count = pairs.shape[1]
-    return torch.unique(first).numel() == count == torch.unique(rows).numel()
+    counts = {torch.unique(numbers).numel() for numbers in (first, rows)}
+    return counts == {pairs.shape[1]}
 
 
 def _masked(response: Response, weights: Softmaxed) -> int:
