@@ -142,18 +142,24 @@ class AttentionCall(NamedTuple):
         """Return how many positions each key is before each query, and whether both are in the same sequence."""
         count = self.query.shape[-2] if self.few is None else self.few[1]
         keys = torch.arange(self.key.shape[-2], device=rows.device)
-        if self.starts is None:
-            places = rows + (len(keys) - count if self.from_end else 0)
-            return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
-        starts = self.starts.to(rows.device).long()
+        if self.starts is not None:
+            return self._packed_distances(self.starts.to(rows.device).long(), rows, keys)
+        places = rows
+        if self.from_end:
+            places = rows + (len(keys) - count)
+        return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
+
+    def _packed_distances(self, starts: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same for packed sequences, whose first queries are at `starts`."""
         key_starts = starts if self.key_starts is None else self.key_starts.to(rows.device).long()
         sequences = torch.searchsorted(starts[1:], rows, right=True)
         key_sequences = torch.searchsorted(key_starts[1:], keys, right=True)
         places = rows - starts[sequences]
+        key_places = keys - key_starts[key_sequences]
         if self.from_end:
             # The last query of a sequence has the position of its last key.
-            places = places + (key_starts.diff() - starts.diff())[sequences]
-        key_places = keys - key_starts[key_sequences]
+            shift = key_starts.diff() - starts.diff()
+            places = places + shift[sequences]
         return places[:, None] - key_places, sequences[:, None] == key_sequences
 
 
@@ -310,18 +316,23 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
     """Repeat each key or value head: `... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
     if times == 1:
         return tensor
-    shape = tensor.shape
-    wide = do(_A.expand.default, do(_A.unsqueeze.default, tensor, -3), [*shape[:-2], times, *shape[-2:]])
+    *before, heads, keys, head_dim = tensor.shape
+    apart = do(_A.unsqueeze.default, tensor, -3)
+    wide = do(_A.expand.default, apart, [*before, heads, times, keys, head_dim])
     copied = do(_A.clone.default, wide, memory_format=torch.contiguous_format)
-    return do(_A._unsafe_view.default, copied, [*shape[:-3], shape[-3] * times, *shape[-2:]])
+    return do(_A._unsafe_view.default, copied, [*before, heads * times, keys, head_dim])
 
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Any:
     """Return a matrix product as torch computes it: one `bmm` over the flattened leading dimensions."""
     lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
-    product = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
+    left_matrices = _as_one(do, left, lead)
+    right_matrices = _as_one(do, right, lead)
+    product = do(_A.bmm.default, left_matrices, right_matrices)
     shape = [*lead, left.shape[-2], right.shape[-1]]
-    return product if list(product.shape) == shape else do(_A._unsafe_view.default, product, shape)
+    if list(product.shape) == shape:
+        return product
+    return do(_A._unsafe_view.default, product, shape)
 
 
 def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Any:
@@ -347,7 +358,8 @@ def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, .
     """Split `batch query (qkv heads head_dim)` into three of `batch heads query head_dim`, with scaled queries."""
     batch, rows, width = qkv.shape
     head_dim = width // 3 // heads
-    parts = do(_A.split.Tensor, do(_A.add.Tensor, qkv, bias), width // 3, -1)
+    added = do(_A.add.Tensor, qkv, bias)
+    parts = do(_A.split.Tensor, added, width // 3, -1)
     by_head = [do(_A.view.default, part, [batch, rows, heads, head_dim]) for part in parts]
     query, key, value = (do(_A.transpose.int, part, 1, 2) for part in by_head)
     return do(_A.mul.Scalar, query, 1 / math.sqrt(head_dim)), key, value

@@ -115,18 +115,33 @@ def joined_sight(sights: Sequence[Sight], shapes: Sequence[tuple[int, ...]], pla
     """Return the sight of weights from those of their pieces along a dimension; the softmax runs over `dim`."""
     pairs = {}
     for pair in sorted({pair for sight in sights for pair in sight.pairs}):
-        seen = []
+        pieces = []
         for sight, shape in zip(sights, shapes, strict=True):
-            everything = torch.ones([shape[dim] for dim in pair], dtype=torch.bool)
-            seen.append(sight.pairs.get(pair, everything))
-        pairs[pair] = torch.cat(seen, pair.index(place)) if place in pair else torch.stack(seen).any(0)
+            pieces.append(_pair_of(sight, pair, shape))
+        if place in pair:
+            pairs[pair] = torch.cat(pieces, pair.index(place))
+        else:
+            pairs[pair] = torch.stack(pieces).any(0)
     if dim == place or all(sight.blind is None for sight in sights):
         return Sight(pairs)
     blind = []
     for sight, shape in zip(sights, shapes, strict=True):
-        none = torch.zeros((*shape[:dim], 1, *shape[dim + 1 :]), dtype=torch.bool)
-        blind.append(none if sight.blind is None else sight.blind)
+        blind.append(_blind_of(sight, dim, shape))
     return Sight(pairs, torch.cat(blind, place))
+
+
+def _pair_of(sight: Sight, pair: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    """Return which weights are nonzero over two dimensions of weights of a shape: all, if the sight says nothing."""
+    if pair in sight.pairs:
+        return sight.pairs[pair]
+    return torch.ones([shape[dim] for dim in pair], dtype=torch.bool)
+
+
+def _blind_of(sight: Sight, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """Return which rows of weights of a shape are fully masked; the softmax runs over `dim`."""
+    if sight.blind is not None:
+        return sight.blind
+    return torch.zeros((*shape[:dim], 1, *shape[dim + 1 :]), dtype=torch.bool)
 
 
 def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:

@@ -86,10 +86,23 @@ def to_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): to_data(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        ordered = sorted(fields(value), key=lambda field: field.name not in type(value).__annotations__)
-        pairs = [(field, getattr(value, field.name)) for field in ordered if not field.name.startswith("_")]
-        return {f.name: to_data(item) for f, item in pairs if not (item is None and f.default is None)}
+        return _fields_of(value)
     raise TypeError(f"{type(value).__name__} has no place in a report")
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, in JSON's types."""
+    annotations = type(value).__annotations__
+    data = {}
+    # Stable: the fields of the class itself first.
+    for field in sorted(fields(value), key=lambda field: field.name not in annotations):
+        if field.name.startswith("_"):
+            continue
+        item = getattr(value, field.name)
+        is_omitted = item is None and field.default is None
+        if not is_omitted:
+            data[field.name] = to_data(item)
+    return data
 
 
 @dataclass(frozen=True)

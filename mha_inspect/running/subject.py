@@ -184,8 +184,12 @@ class Subject:
     @property
     def elements(self) -> int:
         """Number of elements in all arguments."""
-        sizes = {id(tensor): tensor.numel() for _, tensor in tensors_in((self.args, self.kwargs))}
+        sizes = {id(tensor): tensor.numel() for tensor in self._tensors()}
         return sum(sizes.values())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in its arguments; one that is given twice is there twice."""
+        return [tensor for _, tensor in tensors_in((self.args, self.kwargs))]
 
     def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
         """Return the inputs, parameters and buffers in a recording of it, detached, by tensor id."""
@@ -308,28 +312,19 @@ class Subject:
 
         The copy is on the CPU if the device lacks the dtype. Raise any error of copying the module.
         """
-        arguments = self.args, self.kwargs
-        is_on_mps = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments))
-        lacks_dtype = is_on_mps and dtype == torch.float64
+        devices = {tensor.device.type for tensor in self._tensors()}
+        lacks_dtype = "mps" in devices and dtype == torch.float64
         module = cast_module(copy_module(self.module), dtype, "cpu" if lacks_dtype else None)
-        is_on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters())
-        args, kwargs = cast_tensors(arguments, dtype, "cpu" if is_on_cpu else None)
+        devices_of_copy = {parameter.device.type for parameter in module.parameters()}
+        device = "cpu" if "cpu" in devices_of_copy else None
+        args, kwargs = cast_tensors((self.args, self.kwargs), dtype, device)
         return replace(self, module=module, args=args, kwargs=kwargs, grad=False)
 
     def shaken(self) -> Subject:
         """Return it with every input and parameter changed by half a last digit, without a copy of the module."""
-        generator = torch.Generator("cpu").manual_seed(0)
-
-        def off(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                return value
-            signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
-            # Rounding moves every number by at most half a last digit, in the inputs and in each product.
-            half = signs * (torch.finfo(value.dtype).eps / 2)
-            return (value.detach().double() * (1 + half.double())).to(value.dtype)
-
-        instead = {id(parameter): off(parameter) for parameter in self.module.parameters()}
-        args, kwargs = changed((self.args, self.kwargs), off)
+        shake = partial(_shaken, generator=torch.Generator("cpu").manual_seed(0))
+        instead = {id(parameter): shake(parameter) for parameter in self.module.parameters()}
+        args, kwargs = changed((self.args, self.kwargs), shake)
         return replace(self, instead=instead, args=args, kwargs=kwargs)
 
     def fresh(self, instead: Mapping[int, torch.Tensor] | None = None) -> Subject:
@@ -382,9 +377,24 @@ class Subject:
 
     def _gpus(self) -> list[int]:
         """CUDA devices whose generators a run may draw from."""
-        arguments = (tensor for _, tensor in tensors_in((self.args, self.kwargs)))
-        devices = {tensor.device for tensor in chain(self.module.parameters(), arguments)}
-        return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        gpus = set()
+        for tensor in chain(self.module.parameters(), self._tensors()):
+            if tensor.device.type == "cuda":
+                gpus.add(tensor.device.index or 0)
+        return sorted(gpus)
+
+
+def _shaken(value: Any, generator: torch.Generator) -> Any:
+    """Return a tensor with each number half a last digit larger or smaller; any other value unchanged.
+
+    Rounding moves every number by at most so much, in the inputs and in each product.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
+    half = signs * (torch.finfo(value.dtype).eps / 2)
+    shaken = value.detach().double() * (1 + half.double())
+    return shaken.to(value.dtype)
 
 
 def _can_be_repeated(value: Any) -> bool:
