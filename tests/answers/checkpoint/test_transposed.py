@@ -243,9 +243,9 @@ def test_a_square_weight_is_transposed_in_the_other_file(tmp_path):
     right = {"h.0.attn.c_proj.weight": left["h.0.attn.c_proj.weight"].T, "h.0.attn.other.weight": torch.randn(24, 24)}
     paths = [saved(tmp_path / f"{n}.safetensors", side) for n, side in (("left", left), ("right", right))]
     report = mha_inspect.diff(*paths)
-    found = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
-    assert found["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
-    assert found["h.0.attn.other.weight"] == ("differs", "")
+    pairs = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
+    assert pairs["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
+    assert pairs["h.0.attn.other.weight"] == ("differs", "")
 
 
 class Grouped(nn.Module):
@@ -288,7 +288,9 @@ def test_no_head_count_is_said_to_load_with_transposed_weights(tmp_path):
         saved(tmp_path / "t.safetensors", with_transposed(module.state_dict(), "")), like=module
     )
     straight = params_of_checkpoint(saved(tmp_path / "x.safetensors", module.state_dict()), like=module)
-    assert [each.fits for each in turned.stored_attentions] == [each.fits for each in straight.stored_attentions]
+    assert [attention.fits for attention in turned.stored_attentions] == [
+        attention.fits for attention in straight.stored_attentions
+    ]
     assert turned.stored_attentions[0].fits == (2, 4, 6, 8, 12, 24)
     with pytest.raises(RuntimeError):
         module.load_state_dict(with_transposed(module.state_dict(), ""))
