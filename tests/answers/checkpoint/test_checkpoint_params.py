@@ -242,6 +242,28 @@ def test_a_file_against_a_module(tmp_path):
         mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
 
 
+def test_a_file_of_the_attention_alone_for_a_module_around_it(tmp_path):
+    """The attention has the path `attn` in the module, and none in the file."""
+    attention = nn.MultiheadAttention(12, 3, batch_first=True)
+    path = saved(tmp_path / "x.safetensors", attention.state_dict(), {"num_attention_heads": 4, "hidden_size": 12})
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = attention
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attn(x, x, x)[0]
+
+    report = params_of_checkpoint(path, like=Subject(Block(), (torch.randn(2, 5, 12),), {}))
+    assert report.like is not None
+    assert report.like.prefix == "-attn."
+    assert [stored.module for stored in report.stored_attentions or ()] == [""]
+    assert [note for note in report.notes if "config.json" in note] == [
+        "The attention has 3 heads in Block, but 4 in config.json."
+    ]
+
+
 def test_roles_from_the_run_of_a_module(tmp_path):
     """Names that tell nothing, and a packing that only the forward knows."""
 
