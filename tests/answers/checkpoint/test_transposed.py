@@ -85,7 +85,11 @@ class Model(nn.Module):
 
 
 def with_transposed(state: dict[str, Tensor], pattern: str) -> dict[str, Tensor]:
-    return {n: t.T.contiguous() if t.dim() == 2 and re.search(pattern, n) else t for n, t in state.items()}
+    turned = dict(state)
+    for name, tensor in state.items():
+        if tensor.dim() == 2 and re.search(pattern, name):
+            turned[name] = tensor.T.contiguous()
+    return turned
 
 
 def like_of(tmp_path: Path, file: dict[str, Tensor], module: nn.Module) -> Any:
@@ -105,9 +109,14 @@ def test_a_file_of_conv1d_for_a_module_of_linear(tmp_path):
     assert report.like.wrong_shape == ()
     assert report.like.matching == len(model.state_dict()) - 8
     assert not report.ok
-    said = " ".join(report.notes)
-    assert "layout of GPT-2's Conv1D" in said
-    assert "Use .t() on each of them" in said
+    notes = " ".join(report.notes)
+    assert "layout of GPT-2's Conv1D" in notes
+    assert "Use .t() on each of them" in notes
+
+
+def test_roles_and_heads_of_transposed_weights_are_those_of_the_file(tmp_path):
+    model = Model()
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model)
     # By hand: the file has head 1 of the queries in columns 6 to 11, and the output's head 1 in rows 6 to 11.
     parameters = {parameter.name: parameter for parameter in report.parameters}
     packed, output = parameters["h.0.attn.c_attn.weight"], parameters["h.0.attn.c_proj.weight"]
