@@ -34,6 +34,8 @@ from .run_report import drops_at_random, environment_of
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
+_BY_KEY_HEAD = ("k_proj", "v_proj", "k_heads", "v_heads")
+"""Stages with features of each key/value head, which several query heads may share."""
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
 
@@ -143,13 +145,17 @@ class ComparableRun:
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention with every key masked out in at least one head."""
-        known = visibility(self.run.graph, *self.attentions[place]) if place < len(self.attentions) else None
-        return () if known is None else known.blind
+        if place >= len(self.attentions):
+            return ()
+        visible = visibility(self.run.graph, *self.attentions[place])
+        return () if visible is None else visible.blind
 
     def masked_heads(self, place: int) -> tuple[int, ...] | None:
         """Return in which heads these queries have every key masked out: `Visibility.blind_heads`."""
-        known = visibility(self.run.graph, *self.attentions[place]) if place < len(self.attentions) else None
-        return None if known is None else known.blind_heads
+        if place >= len(self.attentions):
+            return None
+        visible = visibility(self.run.graph, *self.attentions[place])
+        return None if visible is None else visible.blind_heads
 
     @property
     def returned(self) -> Tensor:
@@ -321,31 +327,38 @@ class Comparison:
             yield from (self._compared(place, stage, measured=measured) for stage in names)
 
     def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
-        left, right = (run.content(place, stage) for run in (self.left, self.right))
-        unknown = ComparedStage(place, stage, left, right, None)
+        """Return a stage on both sides, with the difference if it is to be measured and can be."""
+        left, right = self.left.content(place, stage), self.right.content(place, stage)
+        as_it_is = ComparedStage(place, stage, left, right, None)
         if not measured:
-            return unknown
+            return as_it_is
         if left is None or right is None:
-            return self._compared_as_made(place, stage, unknown)
-        ours, theirs, note = left, right, ""
-        if stage in ("k_proj", "v_proj", "k_heads", "v_heads") and left.numel() != right.numel():
-            names = [run.attentions[place][1] for run in (self.left, self.right)]
-            ours, theirs = _for_each_head(left, names[0]), _for_each_head(right, names[1])
-            note = " and ".join(
-                f"each of the {of.num_kv_heads} key/value heads on the {side} is repeated "
-                f"{of.num_heads // of.num_kv_heads} times"
-                for side, of in zip(("left", "right"), names, strict=True)
-                if of.num_heads > of.num_kv_heads > 0
-            )
-        if left.shape != right.shape and "key" in CANONICAL_AXES[stage].split():
-            at = CANONICAL_AXES[stage].split().index("key")
+            return self._compared_as_made(place, stage, as_it_is)
+        note = ""
+        full_left, full_right = left, right
+        if stage in _BY_KEY_HEAD and left.numel() != right.numel():
+            _, left_names = self.left.attentions[place]
+            _, right_names = self.right.attentions[place]
+            full_left, full_right = _for_each_head(left, left_names), _for_each_head(right, right_names)
+            note = _repeated_heads(left_names, right_names)
+        axes = CANONICAL_AXES[stage].split()
+        if left.shape != right.shape and "key" in axes:
             keys = max(self.left.filled(place), self.right.filled(place))
-            ours, theirs = (each.narrow(at, 0, min(keys, each.shape[at])) for each in (ours, theirs))
+            full_left = _first(keys, full_left, axes.index("key"))
+            full_right = _first(keys, full_right, axes.index("key"))
         # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
+
         runs = self.measured or (self.left, self.right)
-        floors = (run.floor(place, stage, theirs if run is self.left else ours, rows) for run in runs)
-        difference = compare_stage(stage, ours, theirs, lambda: max(floors))
+
+        def floor() -> float:
+            floors = []
+            for run in runs:
+                full_beside = full_right if run is self.left else full_left
+                floors.append(run.floor(place, stage, full_beside, rows))
+            return max(floors)
+
+        difference = compare_stage(stage, full_left, full_right, floor)
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
         return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
@@ -367,16 +380,31 @@ class Comparison:
 
     def further(self) -> tuple[OutputDifference, ...]:
         """Compare the other tensors that both sides return by the same name, in one shape."""
-        ours, theirs = self.left.further, self.right.further
-        found = []
-        for name, tensor in ours.items():
-            other = theirs.get(name)
-            if other is None or other.shape != tensor.shape:
+        differences = []
+        for name, left in self.left.further.items():
+            right = self.right.further.get(name)
+            if right is None or right.shape != left.shape:
                 continue
             runs = self.measured or (self.left, self.right)
-            floor = 0.0 if torch.equal(tensor, other) else max(run.further_floor(name) for run in runs)
-            found.append(OutputDifference(**vars(difference_of(tensor, other, floor)), name=name))
-        return tuple(found)
+            floor = 0.0 if torch.equal(left, right) else max(run.further_floor(name) for run in runs)
+            differences.append(OutputDifference(**vars(difference_of(left, right, floor)), name=name))
+        return tuple(differences)
+
+
+def _repeated_heads(left: AxisNames, right: AxisNames) -> str:
+    """Return on which sides key/value heads are repeated: `each of the 2 key/value heads on the left is repeated …`."""
+    sides = []
+    for side, names in (("left", left), ("right", right)):
+        heads, kv_heads = names.num_heads, names.num_kv_heads
+        if heads > kv_heads > 0:
+            times = heads // kv_heads
+            sides.append(f"each of the {kv_heads} key/value heads on the {side} is repeated {times} times")
+    return " and ".join(sides)
+
+
+def _first(count: int, tensor: Tensor, dim: int) -> Tensor:
+    """Return at most this many elements of a dimension, from its beginning."""
+    return tensor.narrow(dim, 0, min(count, tensor.shape[dim]))
 
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:

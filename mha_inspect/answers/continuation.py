@@ -26,7 +26,7 @@ from ..record.arguments import tensors_in
 from ..reports.trace import Position
 from ..running.subject import Run
 from ..text import plural, shortened, small, spans
-from .check.replay import LostError, again
+from .check.replay import KeptRun, LostError, again
 
 _ROUNDING = 1600.0
 """Calls of other sizes round differently: numbers within this many epsilons of the largest are equal."""
@@ -84,8 +84,8 @@ def reason_of(continued: Continued) -> Reason | None:
         reason = beside.reason_over_other_keys() if "cross" in kinds[place] else beside.reason()
         if reason is not None:
             return reason
-    each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
-    return Reason(f"{each} that of one call: an operation after it makes the difference.")
+    attention = "The attention" if len(pairs) == 1 else "Every attention"
+    return Reason(f"{attention} of this call equals that of one call: an operation after it makes the difference.")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class _Beside:
         whole, call = self._of_whole(stage), self._of_call(stage)
         if whole is None or call is None:
             return None
-        shapes = [[size for axis, size in enumerate(side.shape) if axis != positions] for side in (whole, call)]
-        return (whole, call) if shapes[0] == shapes[1] else None
+        are_alike = _shape_without(positions, whole) == _shape_without(positions, call)
+        return (whole, call) if are_alike else None
 
     def _of_queries(self, stage: str, axis: int) -> tuple[Tensor, Tensor] | None:
         """Return a stage of the call's tokens in both runs; None if it is missing or has other positions."""
@@ -153,13 +153,13 @@ class _Beside:
         """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
         found = self._input()
         if found is not None:
-            return Reason(*found, self._line("_input"), self.call.module)
+            return Reason(*found, self.call.score_product.op.source, self.call.module)
         for stage in ("k_heads", "v_heads"):
             pair = self._pair(stage, 2)
             if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
                 side = "keys" if stage == "k_heads" else "values"
                 sentence = f"The {side} of the other sequence differ from those of one call."
-                return Reason(sentence, "", self._line(stage), self.call.module)
+                return Reason(sentence, "", self.call.score_product.op.source, self.call.module)
         return self._of_output()
 
     @cached_property
@@ -207,10 +207,16 @@ class _Beside:
 
     def reason(self) -> Reason | None:
         """Return the first thing that differs in this attention; None without one."""
-        for each in (self._input, self._future, self._slots, self._missing, self._keys, self._visible, self._bias):
-            sentence, fix = each() or ("", "")
-            if sentence:
-                return Reason(sentence, fix, self._line(each.__name__), self.call.module)
+        source = self.call.score_product.op.source
+        for difference in (self._input, self._future, self._slots, self._missing, self._keys):
+            sentence_and_fix = difference()
+            if sentence_and_fix is not None:
+                return Reason(*sentence_and_fix, source, self.call.module)
+        mask_source = self.call.masks[-1].source if self.call.masks else source
+        for difference in (self._visible, self._bias):
+            sentence_and_fix = difference()
+            if sentence_and_fix is not None:
+                return Reason(*sentence_and_fix, mask_source, self.call.module)
         return self._of_output()
 
     def _of_output(self) -> Reason | None:
@@ -220,10 +226,6 @@ class _Beside:
             return Reason("The output of the attention differs, although its scores and values are equal.")
         return None
 
-    def _line(self, what: str) -> str:
-        masked = self.call.masks and what in ("_visible", "_bias")
-        return self.call.masks[-1].source if masked else self.call.score_product.op.source
-
     def _input(self) -> tuple[str, str] | None:
         """Return whether the input of the attention differs, e.g. by the positions that are added to it."""
         pair = self._of_queries("query", 1)
@@ -232,8 +234,8 @@ class _Beside:
         first = self.continued.start + _first_unlike(*pair, 1)
         added = _added_positions(self.continued) if self.place == 0 else None
         if added is not None:
-            own = self.continued.start
-            return f"Position {own} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
+            position = self.continued.start
+            return f"Position {position} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
         before = "before it" if self.place == 0 else f"between attentions {self.place} and {self.place + 1}"
         differs = f"The input of attention {self.place + 1} differs at position {first}"
         return f"{differs}: an operation {before} makes the difference.", ""
@@ -325,13 +327,13 @@ class _Beside:
     def _without_own(self, new: list[int]) -> str:
         """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
         keys = plural(len(self._tokens), "key")
-        own = f"the key of position {new[0]} itself is"
+        new_keys = f"the key of position {new[0]} itself is"
         if len(new) > 1:
-            own = f"the keys of positions {_ranges(new)} themselves are"
+            new_keys = f"the keys of positions {_ranges(new)} themselves are"
         where = "missing"
         if any(self._has_values_of(tensor, new) for _, tensor in tensors_in(self.continued.call.returned)):
             where = "only in the cache that the call returns"
-        return f"Position {new[0]} attends to {keys}, of positions {_places(self._tokens)}; {own} {where}."
+        return f"Position {new[0]} attends to {keys}, of positions {_places(self._tokens)}; {new_keys} {where}."
 
     def _has_values_of(self, returned: Tensor, new: list[int]) -> bool:
         """Return whether a returned tensor, `batch kv_heads row feature`, has the values of these tokens as rows."""
@@ -355,9 +357,12 @@ class _Beside:
         keys, queries = self._pair("k_heads", 2), self._of_queries("q_heads", 2)
         if keys is None or queries is None:
             return "The scores differ from those of one call.", ""
-        read, tokens = both.any(2)[:, 0].any(0).cpu(), self._tokens[self._filled]
-        equal = [_near(keys[0][:, :, t], keys[1][:, :, r]) for t, r in zip(tokens, self._filled, strict=True)]
-        unlike = [int(token) for token, same, is_read in zip(tokens, equal, read, strict=True) if is_read and not same]
+        are_read = both.any(2)[:, 0].any(0).cpu()
+        unlike = []
+        for row, is_read in zip(self._filled.tolist(), are_read.tolist(), strict=True):
+            token = int(self._tokens[row])
+            if is_read and not _near(keys[0][:, :, token], keys[1][:, :, row]):
+                unlike.append(token)
         cached = [token for token in unlike if token < self.continued.start]
         of_positions = self._of_positions(cached) or self._of_angles(cached, queries[1])
         of_positions = of_positions or self._of_cached_angles(cached, keys[1])
@@ -435,9 +440,9 @@ class _Beside:
         path = {projected.id, *(tensor.id for op in steps for tensor in op.outputs)}
         queue = [tensor for op in steps for tensor in op.inputs if tensor.id not in path]
         for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
-            made = recording.producer(tensor)
-            if made is not None:
-                queue += made.inputs
+            producer = recording.producer(tensor)
+            if producer is not None:
+                queue += producer.inputs
             elif tensor.id not in leaves and tensor.numel > 1:
                 return True
         return False
@@ -522,9 +527,9 @@ class _Beside:
         if bool(empty.any()):
             query, row = (int(number) for number in empty.nonzero()[0])
             return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
-        known = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
-        known[..., self._tokens[self._filled]] = call[..., self._filled]
-        if torch.equal(known, whole):
+        of_call = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
+        of_call[..., self._tokens[self._filled]] = call[..., self._filled]
+        if torch.equal(of_call, whole):
             return None
         if torch.equal(call, torch.ones(queries, rows, dtype=torch.bool).tril().expand_as(call)):
             return (
@@ -532,8 +537,9 @@ class _Beside:
                 f"{self.continued.start} sees key 0 alone.",
                 _TOP_LEFT_FIX if self.call.masks and queries > 1 else _TOP_LEFT_FIX + " A single query needs no mask.",
             )
-        query = int((known != whole).any(2).any(0).nonzero()[0])
-        opened, closed = ((known & ~whole).any(0)[query], (whole & ~known).any(0)[query])
+        query = int((of_call != whole).any(2).any(0).nonzero()[0])
+        opened = (of_call & ~whole).any(0)[query]
+        closed = (whole & ~of_call).any(0)[query]
         position = self.continued.start + query
         if bool(opened.any()):
             future = bool(opened[position + 1 :].any())
@@ -592,20 +598,28 @@ def _added_positions(continued: Continued) -> int | None:
 
     In both runs, embeddings are the operands of additions before the first attention.
     """
-    sides = (_operands_added(continued.whole), _operands_added(continued.call))
-    operands = [*zip(*sides, strict=False)] if len({*map(len, map(list, sides))}) == 1 else []
-    for whole, call in operands:
-        queries = continued.stop - continued.start
-        fits = call.dim() > 1 and whole.dim() > 1 and call.shape[-2] == queries and whole.shape[-2] >= continued.stop
-        if not fits or whole.shape[-1] != call.shape[-1]:
-            continue
-        if whole.dim() != call.dim() or whole.shape[:-2] != call.shape[:-2]:
+    of_whole, of_call = _operands_added(continued.whole), _operands_added(continued.call)
+    if len(of_whole) != len(of_call):
+        return None
+    queries = continued.stop - continued.start
+    for whole, call in zip(of_whole, of_call, strict=True):
+        if not _may_be_rows(whole, call) or call.shape[-2] != queries or whole.shape[-2] < continued.stop:
             continue
         starts = range(whole.shape[-2] - queries + 1)
-        places = [at for at in starts if _near(whole.narrow(-2, at, queries), call)]
+        places = [start for start in starts if _near(whole.narrow(-2, start, queries), call)]
         if places and continued.start not in places:
             return places[0]
     return None
+
+
+def _may_be_rows(whole: Tensor, call: Tensor) -> bool:
+    """Return whether two tensors `... position features` differ at most in their number of positions."""
+    return call.dim() > 1 and whole.dim() == call.dim() and _shape_without(-2, whole) == _shape_without(-2, call)
+
+
+def _shape_without(axis: int, tensor: Tensor) -> tuple[int, ...]:
+    """Return the sizes of all dimensions but one; `axis` is not the last."""
+    return (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
 
 
 def _operands_added(run: Run) -> list[Tensor]:
@@ -658,8 +672,10 @@ def _near(left: Tensor, right: Tensor) -> bool:
 
 def _first_unlike(left: Tensor, right: Tensor, axis: int) -> int:
     """Return the first position along an axis at which two tensors differ."""
-    positions = range(left.shape[axis])
-    return next((at for at in positions if not _near(left.narrow(axis, at, 1), right.narrow(axis, at, 1))), 0)
+    for position in range(left.shape[axis]):
+        if not _near(left.narrow(axis, position, 1), right.narrow(axis, position, 1)):
+            return position
+    return 0
 
 
 def _restarts(position: int) -> str:

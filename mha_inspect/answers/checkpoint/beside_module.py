@@ -384,7 +384,7 @@ class _RunInFile:
     def _path(self, place: int) -> str:
         """Return the path of an attention in the file."""
         attention, _ = self.run.attentions[place]
-        return self.file.prefix.in_file(attention.module).rstrip(".")
+        return self.file.prefix.in_file(attention.module)
 
     def _names_of(self, place: int) -> dict[str, None]:
         """Return the names in the file of the tensors of an attention, each once."""
@@ -408,7 +408,8 @@ class _RunInFile:
             path = self._path(place)
             count = counts.get(path)
             if count is not None and count != axes.num_heads:
-                yield f"{shown(path)} has {axes.num_heads} heads in {label}, but {count} in config.json."
+                where = shown(path) or "The attention"
+                yield f"{where} has {axes.num_heads} heads in {label}, but {count} in config.json."
         if any(len(attention.fits) > 1 for attention in self.attentions()):
             yield f"Head counts are from {label}."
             if self.file.loads():

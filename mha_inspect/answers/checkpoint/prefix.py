@@ -36,10 +36,11 @@ class Prefix:
         return name.removeprefix(self.text)
 
     def in_file(self, path: str) -> str:
-        """Return the path in the file of a module."""
+        """Return the path in the file of a module; empty for the module whose tensors the file has without a prefix."""
         if self.is_of_module:
-            return path.removeprefix(self.text)
-        return self.text + path
+            # Names are of tensors inside: the path `model` is the prefix `model.` without its point.
+            return f"{path}.".removeprefix(self.text).removesuffix(".")
+        return f"{self.text}{path}".removesuffix(".")
 
     def __str__(self) -> str:
         """Return the prefix as reports have it: `model.` of the file, `-model.` of the module."""

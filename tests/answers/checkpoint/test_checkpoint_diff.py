@@ -21,7 +21,10 @@ def llama(seed: int = 0) -> dict[str, torch.Tensor]:
     """Two layers of 6 heads of 8 features, which share 2 keys and values."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"q_proj": (48, 48), "k_proj": (16, 48), "v_proj": (16, 48), "o_proj": (48, 48)}
-    named = {f"layers.{i}.self_attn.{n}.weight": s for i in range(2) for n, s in sizes.items()}
+    named = {}
+    for layer in range(2):
+        for name, size in sizes.items():
+            named[f"layers.{layer}.self_attn.{name}.weight"] = size
     named |= {"embed.weight": (50, 48), "layers.0.norm.weight": (48,)}
     return {name: torch.randn(shape, generator=generator) for name, shape in named.items()}
 
@@ -33,12 +36,10 @@ def packed(seed: int = 0) -> dict[str, torch.Tensor]:
     return {f"h.0.attn.{name}": torch.randn(shape, generator=generator) for name, shape in sizes.items()}
 
 
-def compared(tmp_path, left, right, *, left_config=CONFIG, right_config=CONFIG, **asked):
-    files = [
-        saved(tmp_path / name / "model.safetensors", own, config)
-        for name, own, config in (("left", left, left_config), ("right", right, right_config))
-    ]
-    return diff_of_checkpoints(*files, **asked)
+def compared(tmp_path, left, right, *, left_config=CONFIG, right_config=CONFIG, **options):
+    left_file = saved(tmp_path / "left" / "model.safetensors", left, left_config)
+    right_file = saved(tmp_path / "right" / "model.safetensors", right, right_config)
+    return diff_of_checkpoints(left_file, right_file, **options)
 
 
 def test_the_same_file(tmp_path):
@@ -50,7 +51,7 @@ def test_the_same_file(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
     left = llama()
-    right = {name: own.to(dtype) for name, own in left.items()}
+    right = {name: tensor.to(dtype) for name, tensor in left.items()}
     report = compared(tmp_path, left, right)
     assert (report.outcome, {pair.verdict for pair in report.tensors}) == ("same", {"same within rounding"})
     for pair in report.tensors:
@@ -66,33 +67,33 @@ def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
 
 def test_which_heads_changed_most(tmp_path):
     left = llama()
-    right = {name: own.clone() for name, own in left.items()}
+    right = {name: tensor.clone() for name, tensor in left.items()}
     name = "layers.1.self_attn.q_proj.weight"
     right[name][8:16] *= 1.5
     right[name][40:48] *= 1.25
     right["layers.0.self_attn.o_proj.weight"][:, 24:32] *= 0.25  # columns of head 3
     report = compared(tmp_path, left, right)
-    found = {(one.left, one.part): one.differences for one in report.parts if one.verdict == "differs"}
-    assert found == {
+    differing = [part for part in report.parts if part.verdict == "differs"]
+    assert {(part.left, part.part): part.differences for part in differing} == {
         ("layers.1.self_attn", "W_q"): pytest.approx((0, 0.5, 0, 0, 0, 0.25)),
         ("layers.0.self_attn", "W_o"): pytest.approx((0, 0, 0, 0.75, 0, 0)),
     }
-    said = " ".join(report.answer)
-    assert "head 3 of W_o in layers.0.self_attn (75.0 %), head 1 of W_q in layers.1.self_attn (50.0 %)" in said
-    assert "In layers.1.self_attn only heads 1, 5 of W_q changed." in said
+    answer = " ".join(report.answer)
+    assert "head 3 of W_o in layers.0.self_attn (75.0 %), head 1 of W_q in layers.1.self_attn (50.0 %)" in answer
+    assert "In layers.1.self_attn only heads 1, 5 of W_q changed." in answer
 
 
 @pytest.mark.parametrize("right_knows", [True, False])
 def test_attentions_under_other_names(tmp_path, right_knows):
     """As Meta's names of Llama are to those of Hugging Face."""
     left = llama()
-    right = {re.sub(r"self_attn\.(\w)_proj", r"attention.w\1", name): own.clone() for name, own in left.items()}
+    right = {re.sub(r"self_attn\.(\w)_proj", r"attention.w\1", name): tensor.clone() for name, tensor in left.items()}
     right["layers.1.attention.wk.weight"][9] *= 1.5
     report = compared(tmp_path, left, right, right_config=CONFIG if right_knows else None)
     assert (report.only_left, report.only_right) == ((), ())
-    others = {pair.name: (pair.other, pair.verdict) for pair in report.tensors}
-    assert others["layers.1.self_attn.k_proj.weight"] == ("layers.1.attention.wk.weight", "differs")
-    assert others["layers.0.self_attn.k_proj.weight"] == ("layers.0.attention.wk.weight", "same bits")
+    pairs = {pair.name: (pair.other, pair.verdict) for pair in report.tensors}
+    assert pairs["layers.1.self_attn.k_proj.weight"] == ("layers.1.attention.wk.weight", "differs")
+    assert pairs["layers.0.self_attn.k_proj.weight"] == ("layers.0.attention.wk.weight", "same bits")
     assert [(part.left, part.part) for part in report.parts if part.verdict == "differs"] == [
         ("layers.1.self_attn", "W_k")
     ]
@@ -101,24 +102,39 @@ def test_attentions_under_other_names(tmp_path, right_knows):
 def apart(tensors):
     """`packed`, with q, k and v in three Linears, as porting it to plain layers leaves it."""
     split = {"h.0.attn.o_proj.weight": tensors["h.0.attn.c_proj.weight"].T}
-    for kind, own in (("weight", tensors["h.0.attn.c_attn.weight"].T), ("bias", tensors["h.0.attn.c_attn.bias"])):
-        split |= {f"h.0.attn.{n}_proj.{kind}": part for n, part in zip("qkv", own.chunk(3), strict=True)}
+    weights = tensors["h.0.attn.c_attn.weight"].T.chunk(3)
+    biases = tensors["h.0.attn.c_attn.bias"].chunk(3)
+    for letter, weight, bias in zip("qkv", weights, biases, strict=True):
+        split[f"h.0.attn.{letter}_proj.weight"] = weight
+        split[f"h.0.attn.{letter}_proj.bias"] = bias
     return split
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
-    sides = (packed(), apart(packed()))[:: -1 if turned else 1]
-    where = ("right", "left") if turned else ("left", "right")
-    report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
-    words = f"q, k and v are the same, in one tensor on the {where[0]} and in three on the {where[1]}"
+WORDS = "q, k and v are the same, in one tensor on the {packed} and in three on the {apart}"
+
+
+def expected_pairs(words: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """The verdict and the note of each tensor of `packed` beside one of `apart`."""
+    pairs = {("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight"): ("same, permuted", "transposed")}
+    for letter in "qkv":
+        pairs["h.0.attn.c_attn.weight", f"h.0.attn.{letter}_proj.weight"] = ("same, permuted", words)
+        pairs["h.0.attn.c_attn.bias", f"h.0.attn.{letter}_proj.bias"] = ("same bits", words)
+    return pairs
+
+
+def test_one_tensor_of_all_parts_against_one_for_each(tmp_path):
+    report = compared(tmp_path, packed(), apart(packed()), left_config=None, right_config=None, num_heads=4)
+    words = WORDS.format(packed="left", apart="right")
     assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
-    pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
-    whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
-    assert pairs.pop(("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight")) == ("same, permuted", "transposed")
-    expected = {(name, other.replace("q_proj", f"{n}_proj")) for name, other in whole.items() for n in "qkv"}
-    verdicts = {name: "same, permuted" if "weight" in name else "same bits" for name, _ in expected}
-    assert pairs == {names: (verdicts[names[0]], words) for names in expected}
+    assert {(pair.name, pair.other): (pair.verdict, pair.note) for pair in report.tensors} == expected_pairs(words)
+    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
+
+
+def test_one_tensor_for_each_part_against_one_of_all(tmp_path):
+    report = compared(tmp_path, apart(packed()), packed(), left_config=None, right_config=None, num_heads=4)
+    words = WORDS.format(packed="right", apart="left")
+    assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
+    assert {(pair.other, pair.name): (pair.verdict, pair.note) for pair in report.tensors} == expected_pairs(words)
     assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
 
 
@@ -126,7 +142,7 @@ def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
     """As Linears that vit-pytorch has beside a query of its own."""
     right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
     right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
-    left = {name: own for name, own in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
+    left = {name: tensor for name, tensor in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
     left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
     report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
     assert (report.only_left, report.only_right) == ((), ())
@@ -138,16 +154,16 @@ def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
     right["h.0.attn.k_proj.weight"] = right["h.0.attn.k_proj.weight"].clone()
     right["h.0.attn.k_proj.weight"][13, 5] += 3
     report = compared(tmp_path, packed(), right, left_config=None, right_config=None, num_heads=4)
-    assert [one.other for one in report.tensors if one.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
+    assert [pair.other for pair in report.tensors if pair.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
     assert report.answer[-1] == "In h.0.attn only head 2 of W_k changed."  # row 13, in heads of 6
 
 
 def test_transposed(tmp_path):
     left = packed() | {"h.0.mlp.c_fc.weight": torch.randn(24, 30)}
-    right = {name: own.T if own.dim() == 2 else own for name, own in left.items()}
+    right = {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in left.items()}
     report = compared(tmp_path, left, right, left_config={"n_head": 4}, right_config={"n_head": 4})
-    assert {one.verdict for one in report.tensors if one.left_shape != one.right_shape} == {"same, permuted"}
-    assert {one.verdict for one in report.parts} == {"same bits"}
+    assert {pair.verdict for pair in report.tensors if pair.left_shape != pair.right_shape} == {"same, permuted"}
+    assert {part.verdict for part in report.parts} == {"same bits"}
 
 
 def test_what_is_on_one_side_alone_and_in_another_shape(tmp_path):
@@ -162,7 +178,7 @@ def test_what_is_on_one_side_alone_and_in_another_shape(tmp_path):
 
 def test_a_tensor_that_is_no_part_of_an_attention_is_known_by_its_numbers(tmp_path):
     left = llama()
-    right = {name.replace("embed", "tok_embeddings"): own.bfloat16() for name, own in left.items()}
+    right = {name.replace("embed", "tok_embeddings"): tensor.bfloat16() for name, tensor in left.items()}
     (pair,) = [pair for pair in compared(tmp_path, left, right).tensors if pair.name == "embed.weight"]
     assert (pair.other, pair.verdict) == ("tok_embeddings.weight", "same within rounding")
 
@@ -170,7 +186,7 @@ def test_a_tensor_that_is_no_part_of_an_attention_is_known_by_its_numbers(tmp_pa
 def test_nan_is_equal_to_itself_and_to_no_number(tmp_path):
     left = llama()
     left["embed.weight"][3, 4] = float("nan")
-    assert compared(tmp_path, left, {n: own.double() for n, own in left.items()}).outcome == "same"
+    assert compared(tmp_path, left, {n: tensor.double() for n, tensor in left.items()}).outcome == "same"
     report = compared(tmp_path, left, {**left, "embed.weight": left["embed.weight"].nan_to_num(0)})
     assert report.outcome == "differs"
     assert json.loads(to_text(report, "json"))["tensors"][0]["max_abs_difference"] == "Infinity"
@@ -178,17 +194,18 @@ def test_nan_is_equal_to_itself_and_to_no_number(tmp_path):
 
 def test_heads_that_nothing_tells(tmp_path):
     left = llama()
-    right = {name: own * 1.1 for name, own in left.items()}
+    right = {name: tensor * 1.1 for name, tensor in left.items()}
     report = compared(tmp_path, left, right, left_config=None, right_config=None)
     assert report.parts == ()
     assert "The head count of 2 differing attentions is unknown" in " ".join(report.notes)
     report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=6)
-    assert {len(one.differences) for one in report.parts} == {6, 2}
+    assert {len(part.differences) for part in report.parts} == {6, 2}
 
 
 def test_the_command_and_the_library(tmp_path, invoke):
     left, right = llama(), llama(1)
-    files = [str(saved(tmp_path / f"{n}.safetensors", own, CONFIG)) for n, own in (("left", left), ("right", right))]
+    files = [str(saved(tmp_path / "left.safetensors", left, CONFIG))]
+    files.append(str(saved(tmp_path / "right.safetensors", right, CONFIG)))
     code, out, err = invoke("diff", *files, "--json", "--fail-if", "differs")
     assert (code, err) == (1, "")
     report = mha_inspect.diff(*files)

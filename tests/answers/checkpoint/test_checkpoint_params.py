@@ -35,12 +35,12 @@ def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     )
     run = mha_inspect.params(subject.module, *subject.args, per_head=True, **subject.kwargs)
     path = saved(tmp_path / "x.safetensors", {f"layers.0.attn.{n}": p for n, p in subject.module.named_parameters()})
-    found = params_of_checkpoint(path, num_heads=6, per_head=True)
-    expected = {f"layers.0.attn.{name}": own for name, own in roles(run).items()}
-    assert roles(found) == expected
+    report = params_of_checkpoint(path, num_heads=6, per_head=True)
+    expected = {f"layers.0.attn.{name}": role for name, role in roles(run).items()}
+    assert roles(report) == expected
     by_head = {f"layers.0.attn.{p.name}": p.heads for p in run.parameters if p.heads}
-    assert {p.name: p.heads for p in found.parameters if p.heads} == by_head
-    (attention,) = found.stored_attentions
+    assert {p.name: p.heads for p in report.parameters if p.heads} == by_head
+    (attention,) = report.stored_attentions
     assert (attention.num_heads, attention.head_dim) == (6, 7)
 
 
@@ -110,16 +110,16 @@ def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
-    given = {"decoder_input_ids": ids} if kind == "t5" else {}
-    run = mha_inspect.params(model, ids, per_head=True, **given)
+    kwargs = {"decoder_input_ids": ids} if kind == "t5" else {}
+    run = mha_inspect.params(model, ids, per_head=True, **kwargs)
     saved(tmp_path / "model.safetensors", model.state_dict(), json.loads(config.to_json_string(use_diff=False)))
-    found = params_of_checkpoint(tmp_path, per_head=True)
+    report = params_of_checkpoint(tmp_path, per_head=True)
     expected = roles(run)
     # The rank of a projection on the way to the queries is a number in what the run tells, and a word in names.
-    assert {n: text for n, (text, _) in roles(found).items()} == {n: text for n, (text, _) in expected.items()}
+    assert {n: text for n, (text, _) in roles(report).items()} == {n: text for n, (text, _) in expected.items()}
     heads = {p.name: {*p.heads} for p in run.parameters if p.heads and p.name in expected}
-    assert {p.name: {*p.heads} for p in found.parameters if p.heads} == heads
-    assert {own.num_heads for own in found.stored_attentions} == {3 if kind == "deepseek_v3" else 4}
+    assert {p.name: {*p.heads} for p in report.parameters if p.heads} == heads
+    assert {attention.num_heads for attention in report.stored_attentions} == {3 if kind == "deepseek_v3" else 4}
 
 
 def test_the_head_count_of_the_configuration_that_fits(tmp_path):
@@ -131,15 +131,15 @@ def test_the_head_count_of_the_configuration_that_fits(tmp_path):
         "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
     }
     saved(tmp_path / "x.safetensors", named, towers)
-    found = {own.module: own.num_heads for own in params_of_checkpoint(tmp_path).stored_attentions}
-    assert found == {"text.layers.0": 12, "vision.layers.0": 3}
+    counts = {attention.module: attention.num_heads for attention in params_of_checkpoint(tmp_path).stored_attentions}
+    assert counts == {"text.layers.0": 12, "vision.layers.0": 3}
 
 
 def test_head_counts_that_the_shapes_allow(tmp_path):
     def file(**more: torch.Tensor) -> Path:
         q, k = torch.zeros(30, 13), torch.zeros(10, 13)
         named = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q.T, **more}
-        return saved(tmp_path / "x.safetensors", {f"a.{name}.weight": own for name, own in named.items()})
+        return saved(tmp_path / "x.safetensors", {f"a.{name}.weight": tensor for name, tensor in named.items()})
 
     (attention,) = params_of_checkpoint(file()).stored_attentions
     # By hand: 30 features of queries and 10 of keys are heads of 10, 5, 2 or 1 features.
@@ -162,11 +162,11 @@ def test_the_bias_of_a_norm_is_added(tmp_path):
 
 def test_what_a_training_script_saves(tmp_path):
     model = nn.Sequential(nn.MultiheadAttention(14, 2))
-    wrapped = {f"module.{name}": own for name, own in model.state_dict().items()}
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"epoch": 3, "optimizer": {"state": {0: {"m": torch.zeros(3)}}}, "model": wrapped}, tmp_path / "x.pt")
     report = params_of_checkpoint(tmp_path / "x.pt", show=Show(stats=True))
     assert {p.name for p in report.parameters} == set(model.state_dict())
-    assert [own.module for own in report.stored_attentions] == ["0"]
+    assert [attention.module for attention in report.stored_attentions] == ["0"]
     for parameter in report.parameters:
         assert parameter.stats.max == pytest.approx(float(model.state_dict()[parameter.name].max()))
 
@@ -177,7 +177,7 @@ def test_shards_and_what_lies_outside(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"1": "a.safetensors", "2": "b.safetensors"}}))
     for path in (index, tmp_path):
-        assert [own.module for own in params_of_checkpoint(path).stored_attentions] == ["x"]
+        assert [attention.module for attention in params_of_checkpoint(path).stored_attentions] == ["x"]
     index.write_text(json.dumps({"weight_map": {"1": "../../etc/x.safetensors"}}))
     with pytest.raises(UnsafeFileError, match="beside their index"):
         params_of_checkpoint(index)
@@ -230,16 +230,38 @@ def test_a_file_against_a_module(tmp_path):
     state = dict(model.state_dict())
     del state["attn.out_proj.bias"]
     state |= {"head.weight": torch.zeros(8, 12), "more": torch.zeros(3)}
-    path = saved(tmp_path / "x.safetensors", {f"model.{name}": own for name, own in state.items()})
+    path = saved(tmp_path / "x.safetensors", {f"model.{name}": tensor for name, tensor in state.items()})
     report = mha_inspect.params(path, like=model).like
     assert (report.prefix, report.matching) == ("model.", 4)
-    assert [(one.name, one.shape) for one in report.missing] == [("attn.out_proj.bias", (12,))]
-    assert [(one.name, one.shape) for one in report.unexpected] == [("model.more", (3,))]
-    assert [(one.name, one.shape, one.expected) for one in report.wrong_shape] == [
+    assert [(tensor.name, tensor.shape) for tensor in report.missing] == [("attn.out_proj.bias", (12,))]
+    assert [(tensor.name, tensor.shape) for tensor in report.unexpected] == [("model.more", (3,))]
+    assert [(tensor.name, tensor.shape, tensor.expected) for tensor in report.wrong_shape] == [
         ("model.head.weight", (8, 12), (7, 12))
     ]
     with pytest.raises(InputError, match="The file has no tensor name of ParameterDict"):
         mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
+
+
+def test_a_file_of_the_attention_alone_for_a_module_around_it(tmp_path):
+    """The attention has the path `attn` in the module, and none in the file."""
+    attention = nn.MultiheadAttention(12, 3, batch_first=True)
+    path = saved(tmp_path / "x.safetensors", attention.state_dict(), {"num_attention_heads": 4, "hidden_size": 12})
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = attention
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attn(x, x, x)[0]
+
+    report = params_of_checkpoint(path, like=Subject(Block(), (torch.randn(2, 5, 12),), {}))
+    assert report.like is not None
+    assert report.like.prefix == "-attn."
+    assert [stored.module for stored in report.stored_attentions or ()] == [""]
+    assert [note for note in report.notes if "config.json" in note] == [
+        "The attention has 3 heads in Block, but 4 in config.json."
+    ]
 
 
 def test_roles_from_the_run_of_a_module(tmp_path):
@@ -284,7 +306,7 @@ def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
     assert code == 0, err
     like = json.loads(out)["like"]
     assert like["matching"] == 1
-    assert [one["name"] for one in like["wrong_shape"]] == ["transformer.wte.weight"]
+    assert [tensor["name"] for tensor in like["wrong_shape"]] == ["transformer.wte.weight"]
     code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes)
     assert "W_q, W_k, W_v side by side: columns 0–11, 12–23, 24–35" in out
     assert "wrong shape" in out
@@ -317,7 +339,7 @@ def test_heads_of_unusual_numbers_are_named(tmp_path):
     q[5:10] = 0
     k[5:10] = k[15:20]
     v[29, 12] = float("nan")
-    named = {f"a.{n}_proj.weight": own for n, own in zip("qkv", (q, k, v), strict=True)}
+    named = {f"a.{n}_proj.weight": tensor for n, tensor in zip("qkv", (q, k, v), strict=True)}
     report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=6, show=Show(stats=True))
     assert report.notes[-3:] == (
         "W_q of a: head 1 is all zero.",

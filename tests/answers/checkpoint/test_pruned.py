@@ -48,7 +48,7 @@ def test_pruned_heads_have_a_role_and_are_counted(tmp_path: Path, kept: int) -> 
         f"The file has {kept} {plural} of {HEAD_DIM} features where Attention has {HEADS}: heads were pruned. "
         "Prune the same heads of the module before loading, in transformers by config.pruned_heads."
     ]
-    parameters = {each.name: each for each in report.parameters}
+    parameters = {parameter.name: parameter for parameter in report.parameters}
     assert parameters["query.weight"].role == f"W_q: rows are the heads stacked, {HEAD_DIM} each"
     assert parameters["query.weight"].axes == "(heads head_dim) embed"
     assert parameters["dense.weight"].role.startswith("W_o: columns are the heads side by side")
@@ -64,4 +64,4 @@ def test_other_shapes_are_not_pruned(tmp_path: Path, change: str) -> None:
         weights = Attention().state_dict() | {"query.weight": torch.randn(4 * HEAD_DIM, WIDTH)}
     report = report_of(tmp_path, weights)
     assert not [note for note in report.notes if "pruned" in note]
-    assert [each.num_heads for each in report.stored_attentions or ()] == [HEADS]
+    assert [attention.num_heads for attention in report.stored_attentions or ()] == [HEADS]

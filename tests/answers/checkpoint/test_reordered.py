@@ -56,10 +56,10 @@ def orders(report: CheckpointDiffReport) -> dict[str, RowOrder]:
 
 def test_rows_of_rotary_pairs_and_halves_are_the_same_rows(tmp_path: Path) -> None:
     report = diffed(tmp_path, meta(Q, K), llama(permuted(Q, HEADS), permuted(K, KV_HEADS)))
-    found = orders(report)
-    assert found["layers.0.attention.wq.weight"].patterns == ("(heads half two) -> (heads two half)",)
-    assert found["layers.0.attention.wk.weight"].patterns == ("(kv_heads half two) -> (kv_heads two half)",)
-    assert found["layers.0.attention.wq.weight"].meanings == (
+    by_name = orders(report)
+    assert by_name["layers.0.attention.wq.weight"].patterns == ("(heads half two) -> (heads two half)",)
+    assert by_name["layers.0.attention.wk.weight"].patterns == ("(kv_heads half two) -> (kv_heads two half)",)
+    assert by_name["layers.0.attention.wq.weight"].meanings == (
         "interleaved pairs on the left, rotary halves on the right",
     )
     assert {pair.verdict for pair in report.tensors} == {"same, permuted", "same bits"}
@@ -69,7 +69,7 @@ def test_rows_of_rotary_pairs_and_halves_are_the_same_rows(tmp_path: Path) -> No
     assert "interleaved pairs on the left, rotary halves on the right" in answer
     assert "changed most" not in answer
     # The line that is printed gives the tensor of the right.
-    line = found["layers.0.attention.wk.weight"].line
+    line = by_name["layers.0.attention.wk.weight"].line
     assert torch.equal(eval(line, {"rearrange": rearrange, "w": K}), permuted(K, KV_HEADS))
     assert f"To convert the left: {line}" in report.answer
 
@@ -148,9 +148,9 @@ def test_the_order_itself_may_show_the_number_of_heads(tmp_path: Path) -> None:
     torch.save(meta(Q, K), tmp_path / "left.pt")
     torch.save(llama(permuted(Q, HEADS), permuted(K, KV_HEADS)), tmp_path / "right.pt")
     report = diff_of_checkpoints(tmp_path / "left.pt", tmp_path / "right.pt")
-    found = orders(report)
-    assert found["layers.0.attention.wq.weight"].patterns == ("(heads half two) -> (heads two half)",)
-    assert "heads=4" in found["layers.0.attention.wq.weight"].line
+    by_name = orders(report)
+    assert by_name["layers.0.attention.wq.weight"].patterns == ("(heads half two) -> (heads two half)",)
+    assert "heads=4" in by_name["layers.0.attention.wq.weight"].line
 
 
 def test_rows_that_are_left_out_are_named_without_a_number_of_heads(tmp_path: Path) -> None:

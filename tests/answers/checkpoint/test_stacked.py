@@ -43,7 +43,7 @@ def stacked() -> Weights:
 
 def split(weights: Weights, order: str = "qkv") -> Weights:
     """Return the weights with a tensor for each letter; `order` is that of the blocks that they are taken from."""
-    apart = {name: own for name, own in weights.items() if "in_proj" not in name}
+    apart = {name: tensor for name, tensor in weights.items() if "in_proj" not in name}
     for kind, letter, block in itertools.product(("weight", "bias"), "qkv", range(3)):
         if order[block] == letter:
             apart[f"{letter}_proj.{kind}"] = weights[f"in_proj_{kind}"].chunk(3)[block].clone()
@@ -51,8 +51,9 @@ def split(weights: Weights, order: str = "qkv") -> Weights:
 
 
 def diffed(folder: Path, left: Weights, right: Weights, num_heads: int | None) -> CheckpointDiffReport:
-    files = [saved(folder / side / "model.safetensors", own, None) for side, own in (("left", left), ("right", right))]
-    return diff_of_checkpoints(*files, num_heads=num_heads)
+    left_file = saved(folder / "left" / "model.safetensors", left, None)
+    right_file = saved(folder / "right" / "model.safetensors", right, None)
+    return diff_of_checkpoints(left_file, right_file, num_heads=num_heads)
 
 
 @pytest.mark.parametrize("num_heads", [None, HEADS])
@@ -96,18 +97,18 @@ def test_a_changed_block_is_not_an_exchange(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "layer."])
 @pytest.mark.parametrize("runs", [False, True])
 def test_a_stacked_file_for_a_module_of_three_is_split(tmp_path: Path, prefix: str, runs: bool) -> None:
-    weights = {f"{prefix}{name}": own for name, own in stacked().items()}
+    weights = {f"{prefix}{name}": tensor for name, tensor in stacked().items()}
     module = Apart()
     like = Subject(module, (torch.randn(2, 5, WIDTH),), {}) if runs else module
     report = params_of_checkpoint(saved(tmp_path / "model.safetensors", weights, None), like=like)
-    role = {each.name: each.role for each in report.parameters}[f"{prefix}in_proj_weight"]
+    role = {parameter.name: parameter.role for parameter in report.parameters}[f"{prefix}in_proj_weight"]
     assert role == "W_q, W_k, W_v stacked: rows 0–23, 24–47, 48–71"
     (note,) = [note for note in report.notes if "in_proj_weight" in note]
     line = note.partition("To split it: ")[2]
-    state = {name.removeprefix(prefix): own for name, own in weights.items()}
+    state = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     for kind in ("weight", "bias"):
         exec(line.replace("weight", kind), {"state": state})
-    assert all(torch.equal(state[name], own) for name, own in split(stacked()).items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in split(stacked()).items())
     module.load_state_dict(state)
 
 

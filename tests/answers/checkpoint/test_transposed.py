@@ -85,7 +85,11 @@ class Model(nn.Module):
 
 
 def with_transposed(state: dict[str, Tensor], pattern: str) -> dict[str, Tensor]:
-    return {n: t.T.contiguous() if t.dim() == 2 and re.search(pattern, n) else t for n, t in state.items()}
+    turned = dict(state)
+    for name, tensor in state.items():
+        if tensor.dim() == 2 and re.search(pattern, name):
+            turned[name] = tensor.T.contiguous()
+    return turned
 
 
 def like_of(tmp_path: Path, file: dict[str, Tensor], module: nn.Module) -> Any:
@@ -105,9 +109,14 @@ def test_a_file_of_conv1d_for_a_module_of_linear(tmp_path):
     assert report.like.wrong_shape == ()
     assert report.like.matching == len(model.state_dict()) - 8
     assert not report.ok
-    said = " ".join(report.notes)
-    assert "layout of GPT-2's Conv1D" in said
-    assert "Use .t() on each of them" in said
+    notes = " ".join(report.notes)
+    assert "layout of GPT-2's Conv1D" in notes
+    assert "Use .t() on each of them" in notes
+
+
+def test_roles_and_heads_of_transposed_weights_are_those_of_the_file(tmp_path):
+    model = Model()
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model)
     # By hand: the file has head 1 of the queries in columns 6 to 11, and the output's head 1 in rows 6 to 11.
     parameters = {parameter.name: parameter for parameter in report.parameters}
     packed, output = parameters["h.0.attn.c_attn.weight"], parameters["h.0.attn.c_proj.weight"]
@@ -243,9 +252,9 @@ def test_a_square_weight_is_transposed_in_the_other_file(tmp_path):
     right = {"h.0.attn.c_proj.weight": left["h.0.attn.c_proj.weight"].T, "h.0.attn.other.weight": torch.randn(24, 24)}
     paths = [saved(tmp_path / f"{n}.safetensors", side) for n, side in (("left", left), ("right", right))]
     report = mha_inspect.diff(*paths)
-    found = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
-    assert found["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
-    assert found["h.0.attn.other.weight"] == ("differs", "")
+    pairs = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
+    assert pairs["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
+    assert pairs["h.0.attn.other.weight"] == ("differs", "")
 
 
 class Grouped(nn.Module):
@@ -288,7 +297,9 @@ def test_no_head_count_is_said_to_load_with_transposed_weights(tmp_path):
         saved(tmp_path / "t.safetensors", with_transposed(module.state_dict(), "")), like=module
     )
     straight = params_of_checkpoint(saved(tmp_path / "x.safetensors", module.state_dict()), like=module)
-    assert [each.fits for each in turned.stored_attentions] == [each.fits for each in straight.stored_attentions]
+    assert [attention.fits for attention in turned.stored_attentions] == [
+        attention.fits for attention in straight.stored_attentions
+    ]
     assert turned.stored_attentions[0].fits == (2, 4, 6, 8, 12, 24)
     with pytest.raises(RuntimeError):
         module.load_state_dict(with_transposed(module.state_dict(), ""))
