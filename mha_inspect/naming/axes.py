@@ -414,9 +414,10 @@ class AxisNames:
         if len(runs) != 1:
             return
         (run,) = runs
-        has_width = _has_width(dim) or run.size != self._width_of_head(stage)
-        if run.size < 2 or not has_width:
+        if run.size == 1:
             return
+        if run.size == self._width_of_head(stage) and not _has_width(dim):
+            return  # it may be the features of a head
         if matrix.count > 1:
             size, name = matrix.count, matrix.name
         elif self._shares_heads(stage):
@@ -430,7 +431,8 @@ class AxisNames:
 
     def _width_of_head(self, stage: str) -> int:
         """Return the number of features of one head in a stage; values may have another number."""
-        return size_of(self._roles.value_dim if stage == "v_proj" else self._roles.head_dim)
+        roles = self._roles
+        return size_of(roles.value_dim if stage == "v_proj" else roles.head_dim)
 
     def _shares_heads(self, stage: str) -> bool:
         """Return whether a stage has the heads of keys and values, and these are fewer than those of the queries."""
@@ -509,10 +511,9 @@ class AxisNames:
 
     def _is_open_width(self, features: list[Token], dims: Tokens, stage: str) -> bool:
         """Return whether a dimension has the features of an input or of the output, without a name."""
-        if stage not in _INPUTS:
-            is_after_heads = stage in ("concat", "output") and "output" in self._attention.projections
-            if not is_after_heads:
-                return False
+        is_after_heads = stage in ("concat", "output") and "output" in self._attention.projections
+        if stage not in _INPUTS and not is_after_heads:
+            return False
         return _is_open(features) and not _has(dims, "embed")
 
     def _open_positions(

@@ -137,12 +137,12 @@ def rows_of(places: Span, codes: Codes, steps: Iterable[int]) -> Indices:
     index, low, high = index[is_present], low[is_present], high[is_present]
     size = codes.heads * codes.features
     largest = np.iinfo(np.int64).max
-    lowest = np.full(size, largest)
-    np.minimum.at(lowest, index, low)
-    highest = np.full(size, ABSENT)
-    np.maximum.at(highest, index, high)
-    lowest = lowest.reshape(codes.heads, codes.features)
-    highest = highest.reshape(lowest.shape)
+    first_places = np.full(size, largest)
+    np.minimum.at(first_places, index, low)
+    last_places = np.full(size, ABSENT)
+    np.maximum.at(last_places, index, high)
+    lowest = first_places.reshape(codes.heads, codes.features)
+    highest = last_places.reshape(lowest.shape)
     lowest[highest == ABSENT] = ABSENT
     if (lowest == highest).all():
         return lowest

@@ -174,7 +174,7 @@ def with_projections_of_heads(parts: list[Part]) -> list[Part]:
     counts: Counter[int] = Counter()
     for part in beside:
         if part.inner is not None:
-            counts.update(part.heads)
+            counts.update(list(part.heads))
     if "W" not in kinds or max(counts.values(), default=0) != 1:
         return parts
     result: list[Part] = []
