@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from math import log
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..call.call import explaining
 from ..errors import SpecError
 from ..graph.rerun import between
-from ..measure.weights import copy_by_head
+from ..measure.weights import NotCopied, copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.score_formulas import unlike_dot
@@ -215,22 +215,33 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
         return CopiedWeights(True)
     pairs = list(zip(baseline.weights, run.weights, strict=False))
     run.forget()  # the run had other weights
-    copied = [copy_by_head(source, destination) for source, destination in pairs]
-    projections = [part for pair in pairs for weights in pair for part in weights.projections.values()]
-    covered = {name for projection in projections for name in projection.parameters}
-    parts = [part for each in copied for part in each.copied] + [name for name in fitting if name not in covered]
-    missing = [part for each in copied for part in each.not_copied]
-    changes = [Change(f"{part.part}{' ' if part.sizes else ': '}{part.reason}", part.part) for part in missing]
-    changes += [
-        Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new")
-        for name, tensor in taken.items()
-        if name not in fitting and name not in covered
-    ]
-    changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in covered]
+    parts: list[str] = []
+    changes: list[Change] = []
+    projected: set[str] = set()
+    for source, destination in pairs:
+        copied = copy_by_head(source, destination)
+        parts += copied.copied
+        changes += map(_lost, copied.not_copied)
+        for projection in chain(source.projections.values(), destination.projections.values()):
+            projected.update(projection.parameters)
+    parts += [name for name in fitting if name not in projected]
+    for name, tensor in taken.items():
+        if name in fitting or name in projected:
+            continue
+        if name in given:
+            changes.append(Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}"))
+        else:
+            changes.append(Change(f"{name} is new"))
+    changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in projected]
     before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]
     return CopiedWeights(not changes, tuple(parts), tuple(changes))
+
+
+def _lost(part: NotCopied) -> Change:
+    """Return the change of a part that was not copied: `W_q [8, 8] becomes [4, 8]`, or its reason after a colon."""
+    return Change(f"{part.part} {part.reason}" if part.sizes else f"{part.part}: {part.reason}", part.part)
 
 
 def _numel(module: nn.Module) -> int:
@@ -283,10 +294,16 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
                     return walk
         if walk.first is not None:
             return walk
-    both = [(side, place) for side in (baseline, run) for place in range(len(side.attentions))]
-    stages = ((side, place, stage) for side, place in both for stage in side.attentions[place][0].stages)
-    unnamed = {stage for side, place, stage in stages if side.content(place, stage) is None}
-    return walk._replace(unnamed=tuple(stage for stage in STAGES if stage in unnamed))
+    return walk._replace(unnamed=_unnamed((baseline, run)))
+
+
+def _unnamed(sides: Sequence[HeadRun]) -> tuple[str, ...]:
+    """Return the stages that have no numbers in canonical axes, in some attention of some side."""
+    unnamed: set[str] = set()
+    for side in sides:
+        for place, (attention, _) in enumerate(side.attentions):
+            unnamed.update(stage for stage in attention.stages if side.content(place, stage) is None)
+    return tuple(stage for stage in STAGES if stage in unnamed)
 
 
 def _other_sizes(row: ComparedStage) -> str:
@@ -328,8 +345,8 @@ def _measured(subject: Subject) -> Measurement:
     from torch.utils.benchmark import Timer  # takes a third of a second to import
 
     with torch.no_grad(), subject.apart() as fresh, fresh.settings():
-        known = {"restore": fresh.state().restore, "module": fresh.module, "args": fresh.args, "kwargs": fresh.kwargs}
-        timer = Timer("restore(); module(*args, **kwargs)", globals=known, num_threads=torch.get_num_threads())
+        names = {"restore": fresh.state().restore, "module": fresh.module, "args": fresh.args, "kwargs": fresh.kwargs}
+        timer = Timer("restore(); module(*args, **kwargs)", globals=names, num_threads=torch.get_num_threads())
         return timer.adaptive_autorange(max_run_time=_SECONDS)
 
 
