@@ -22,8 +22,8 @@ from ..continuation import Continued, Reason, reason_of
 from ..failure.report import forward_error
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from .masked_runs import padded_sources, padding_mask
 from .newest import without_newest
-from .padding import padded_sources, padding_mask
 from .replay import factors_of
 from .seen_keys import SeenKeys
 from .slots import slots

@@ -33,10 +33,11 @@ from .finite import finite
 from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off, slopes_upside_down
+from .masked_runs import mask_facts
 from .masking import masking
 from .newest import without_newest
 from .one_position import one_position
-from .padding import mask_facts, padding
+from .padding import padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
 from .rotary import rotary
