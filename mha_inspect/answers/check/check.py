@@ -25,8 +25,9 @@ from ...text import first_few, plural
 from ..lookalikes import found_instead
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments, require_apart
-from .behaviour import batch, causal, inputs, mixing, window
+from .batch_items import batch
 from .cache import cache
+from .causal import causal
 from .equals import unlike_masks, unlike_rotations, unlike_scales
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .finite import finite
@@ -35,6 +36,7 @@ from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off, slopes_upside_down
 from .masked_runs import mask_facts
 from .masking import masking
+from .mixing import mixing
 from .newest import without_newest
 from .one_position import one_position
 from .padding import padding
@@ -45,6 +47,8 @@ from .same import reference, repeat, training
 from .scores import lone_softmaxes, scale, scale_words, softmax
 from .slots import has_lost_tokens
 from .split_heads import heads
+from .window import window
+from .written_inputs import inputs
 
 
 class Check(NamedTuple):

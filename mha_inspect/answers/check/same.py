@@ -20,7 +20,7 @@ from ..comparable_run import Comparison
 from ..diff import Side, diff
 from ..diff_reasons import Where, reasons
 from ..shared_weights import copy_all
-from .cache import continues
+from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .replay import first_key
 
