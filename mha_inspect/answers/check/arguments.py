@@ -289,19 +289,35 @@ def masks_by_item(run: NamedRun) -> frozenset[str]:
 
 def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int, *, is_by_item: bool = False) -> Any:
     """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys from `first` on."""
-    length, count = source.length, stop - start
-    if isinstance(value, (tuple, list)) and _ROTATION.search(name):
-        return type(value)(_part(name, each, source, start, stop, first) for each in value)
+    is_rotation = _ROTATION.search(name) is not None
+    if is_rotation and isinstance(value, (tuple, list)):
+        return type(value)(_part(name, table, source, start, stop, first) for table in value)
     if not isinstance(value, Tensor):
         return value
     if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
         return value[source.at(slice(None), slice(start, stop))]
     if "mask" in name or value.dtype == torch.bool or is_by_item:
-        has_queries = value.dim() > 1 and value.shape[-2] == length and not (is_by_item and value.dim() == 2)
-        value = value.narrow(-2, start, count) if has_queries else value
-        return value.narrow(-1, first, stop - first) if value.shape[-1:] == (length,) else value
-    rows = [axis for axis, size in enumerate(value.shape[:-1]) if size == length]
-    return value.narrow(rows[-1], start, count) if rows and _ROTATION.search(name) else value
+        is_by_key = is_by_item and value.dim() == 2
+        return _part_of_mask(value, source.length, slice(start, stop), first, has_queries=not is_by_key)
+    return _rows_of_table(value, source.length, start, stop) if is_rotation else value
+
+
+def _part_of_mask(mask: Tensor, length: int, queries: slice, first: int, *, has_queries: bool) -> Tensor:
+    """Return a mask for some queries and the keys from `first` to the last of these queries: `... query key`.
+
+    Dimensions of other sizes than the number of tokens stay whole.
+    """
+    if has_queries and mask.dim() > 1 and mask.shape[-2] == length:
+        mask = mask[..., queries, :]
+    return mask[..., first : queries.stop] if mask.shape[-1:] == (length,) else mask
+
+
+def _rows_of_table(table: Tensor, length: int, start: int, stop: int) -> Tensor:
+    """Return some rows of a table of rotations, `... position features`; the whole table if it has none for tokens."""
+    for axis in reversed(range(table.dim() - 1)):
+        if table.shape[axis] == length:
+            return table.narrow(axis, start, stop - start)
+    return table
 
 
 def second_output(returned: Any) -> Any:
@@ -309,14 +325,19 @@ def second_output(returned: Any) -> Any:
     for name in ("past_key_values", "past_key_value", "cache"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name)
+    for value in _further_outputs(returned):
+        # Without use_cache a layer may return None in place of its keys and values.
+        is_blank = isinstance(value, (tuple, list)) and all(part is None for part in value)
+        if value is not None and not is_blank:
+            return value
+    return None
+
+
+def _further_outputs(returned: Any) -> list[Any]:
+    """Return the outputs after the first; of a dict, those whose names are not of other things than a cache."""
     if isinstance(returned, dict):
-        returned = [
-            value for place, (name, value) in enumerate(returned.items()) if not place or not _NOT_CACHE.search(name)
-        ]
-    further = returned[1:] if isinstance(returned, (tuple, list)) else ()
-    # Without use_cache a layer may return None in place of its keys and values.
-    known = (value for value in further if not (isinstance(value, (tuple, list)) and all(v is None for v in value)))
-    return next((value for value in known if value is not None), None)
+        return [value for name, value in list(returned.items())[1:] if not _NOT_CACHE.search(name)]
+    return list(returned[1:]) if isinstance(returned, (tuple, list)) else []
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool, is_embedded: bool) -> bool:
