@@ -61,12 +61,11 @@ class _Codes:
         """Return the description of an attention."""
         sources = _sources_of(attention)
         ops = self._ops_to(_ends_of(attention), sources)
-        weights = {tensor.id for op in ops for tensor in op.inputs if tensor.storage in self._parameters}
-        made = made_of({*sources, *weights}, ops)
+        derived = made_of(sources.keys() | self._weights_of(ops), ops)
         described: dict[int, object] = dict(sources)
         code: list[object] = []
         for op in ops:
-            if not any(tensor.id in made for tensor in op.inputs):
+            if not any(tensor.id in derived for tensor in op.inputs):
                 continue  # a constant: its content says what it is
             read = [described.get(tensor.id) or self._from_outside(op, tensor) for tensor in op.inputs]
             code.append((op.name, op.source, _arguments(op), tuple(read), tuple(map(_layout, op.outputs))))
@@ -90,6 +89,13 @@ class _Codes:
             for read in op.inputs:
                 queue += [write.output for write in self._writes[read.storage] if start < write.index < op.index]
         return [needed[index] for index in sorted(needed)]
+
+    def _weights_of(self, ops: Iterable[Op]) -> set[int]:
+        """Return the ids of the parameters, and of parts of them, that operations read."""
+        weights: set[int] = set()
+        for op in ops:
+            weights.update(tensor.id for tensor in op.inputs if tensor.storage in self._parameters)
+        return weights
 
     def _from_outside(self, op: Op, tensor: TensorRef) -> object:
         """Return what an operation reads that is not made from the query, the key and the value.

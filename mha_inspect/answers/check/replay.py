@@ -132,8 +132,8 @@ def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: Ten
     """Return which elements of `target` change when the marked elements of `source` change."""
     value = content_of(evidence, source)
     base = again(evidence, source, value, target)
-    other = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
-    return (base != other) & ~(base.isnan() & other.isnan())
+    moved = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
+    return (base != moved) & ~(base.isnan() & moved.isnan())
 
 
 def factors_of(attention: Attention) -> dict[str, TensorRef]:
@@ -194,10 +194,11 @@ class Factor:
         """Return the rows that change when features of a token change places: a norm over all heads stays the same."""
         value = content_of(self.evidence, self.source)
         drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        other = drawn.clone()
-        features = other.movedim(self.features, -1)[token][start:stop]
+        rolled = drawn.clone()
+        features = rolled.movedim(self.features, -1)[token][start:stop]
         features.copy_(features.roll(1))
-        base, moved = (again(self.evidence, self.source, each, self.target).double() for each in (drawn, other))
+        base = again(self.evidence, self.source, drawn, self.target).double()
+        moved = again(self.evidence, self.source, rolled, self.target).double()
         near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * float(base.abs().max())
         return self._rows_of((base - moved).abs() > near)
 

@@ -138,9 +138,9 @@ class _FirstStage:
     why: tuple[DiffReason, ...]
 
 
-def _first_stage(evidence: Evidence, other: Subject, where: Where) -> _FirstStage | None:
+def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstStage | None:
     """Return the first stage in which another subject differs from the checked one, and why; None if none does."""
-    left, right = Side("left", evidence.subject), Side("right", other)
+    left, right = Side("left", evidence.subject), Side("right", compared)
     if len(left.attentions) != len(right.attentions):
         return None
     row = next((row for row in diff(left, right, same_weights=False).stages if row.verdict == "differs"), None)
@@ -193,12 +193,12 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
         raise UndeclaredError("--reference TARGET")
     args, kwargs = evidence.arguments.of_call({})
     label = f"the reference {type(trusted).__name__}"
-    other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label, without_ones=None)
+    compared = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label, without_ones=None)
     before = [(tensor, tensor.detach().clone()) for tensor in trusted.parameters()]
-    with other.replaying(other.state()):
+    with compared.replaying(compared.state()):
         trusted.eval()
         try:
-            findings = list(_against(evidence, other))
+            findings = list(_against(evidence, compared))
         finally:
             with torch.no_grad():
                 for tensor, numbers in before:
@@ -242,15 +242,15 @@ def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
                 return
 
 
-def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
-    theirs = _output_of_reference(evidence, other)
+def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
+    theirs = _output_of_reference(evidence, compared)
     if theirs.shape != evidence.output.shape:
         sentence = (
             f"Expected output shape {list(theirs.shape)}, as the reference has; got {list(evidence.output.shape)}."
         )
         yield Finding("reference", sentence, "Both ran on the same arguments.")
         return
-    left, right = Side("left", evidence.subject), Side("right", other)
+    left, right = Side("left", evidence.subject), Side("right", compared)
     try:
         reason = copy_all(left, right)
     except MhaInspectError as error:
@@ -260,14 +260,14 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
             f"the weights could not be copied into the reference: {reason.rstrip('.')}",
             give=_SAME_SIZES,
         )
-    apart = evidence.apart(_output_of_reference(evidence, other), times=OTHER_SIZES)
+    apart = evidence.apart(_output_of_reference(evidence, compared), times=OTHER_SIZES)
     if not apart:
         yield from _of_other_outputs(left, right)
         return
     first = _FirstStage("the output", "", "", ())
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         called = Where("here", "in the reference", "the reference")
-        first = _first_stage(evidence, other, called) or first
+        first = _first_stage(evidence, compared, called) or first
     sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {first.name}."]
     sentences += [reason.sentence for reason in first.why]
     yield Finding(
