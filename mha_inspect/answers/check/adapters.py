@@ -24,7 +24,7 @@ _SHORT = re.compile(r"(?:lora)?[abw]?([qkv])")
 
 def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
     """Yield factors that are named for one side and are added to the rows of others, each once."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for parts, _ in parts_of(evidence.run):
         by_name: dict[str, list[Part]] = {}
         for part in parts:
@@ -32,9 +32,9 @@ def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
                 by_name.setdefault(part.parameter.name, []).append(part)
         for name, reached in by_name.items():
             side = _side_in(name)
-            if not side or name in told or {part.letter for part in reached} <= {side}:
+            if not side or name in reported or {part.letter for part in reached} <= {side}:
                 continue
-            told.add(name)
+            reported.add(name)
             yield Finding(
                 "parameters",
                 f"{name} is named for {side}, and is added to {listed(list(map(_rows, reached)))}.",

@@ -61,17 +61,16 @@ class _Codes:
         """Return the description of an attention."""
         sources = _sources_of(attention)
         ops = self._ops_to(_ends_of(attention), sources)
-        weights = {tensor.id for op in ops for tensor in op.inputs if tensor.storage in self._parameters}
-        made = made_of({*sources, *weights}, ops)
-        known: dict[int, object] = dict(sources)
+        derived = made_of(sources.keys() | self._weights_of(ops), ops)
+        described: dict[int, object] = dict(sources)
         code: list[object] = []
         for op in ops:
-            if not any(tensor.id in made for tensor in op.inputs):
+            if not any(tensor.id in derived for tensor in op.inputs):
                 continue  # a constant: its content says what it is
-            read = [known.get(tensor.id) or self._from_outside(op, tensor) for tensor in op.inputs]
+            read = [described.get(tensor.id) or self._from_outside(op, tensor) for tensor in op.inputs]
             code.append((op.name, op.source, _arguments(op), tuple(read), tuple(map(_layout, op.outputs))))
-            known.update((tensor.id, (len(code), place)) for place, tensor in enumerate(op.outputs))
-        stages = tuple((stage, known.get(tensor.id)) for stage, tensor in attention.stages.items())
+            described.update((tensor.id, (len(code), place)) for place, tensor in enumerate(op.outputs))
+        stages = tuple((stage, described.get(tensor.id)) for stage, tensor in attention.stages.items())
         return tuple(code), stages, attention.scale, len(attention.masks)
 
     def _ops_to(self, ends: Iterable[TensorRef], sources: dict[int, str]) -> list[Op]:
@@ -91,6 +90,13 @@ class _Codes:
                 queue += [write.output for write in self._writes[read.storage] if start < write.index < op.index]
         return [needed[index] for index in sorted(needed)]
 
+    def _weights_of(self, ops: Iterable[Op]) -> set[int]:
+        """Return the ids of the parameters, and of parts of them, that operations read."""
+        weights: set[int] = set()
+        for op in ops:
+            weights.update(tensor.id for tensor in op.inputs if tensor.storage in self._parameters)
+        return weights
+
     def _from_outside(self, op: Op, tensor: TensorRef) -> object:
         """Return what an operation reads that is not made from the query, the key and the value.
 
@@ -106,10 +112,10 @@ class _Codes:
 
     def _number(self, tensor: TensorRef) -> object:
         """Return the number of a constant's content, equal for equal content of one layout."""
-        known = self._by_tensor.get(tensor.id)
-        if known is None:
-            known = self._by_tensor[tensor.id] = self._number_of(tensor)
-        return known
+        number = self._by_tensor.get(tensor.id)
+        if number is None:
+            number = self._by_tensor[tensor.id] = self._number_of(tensor)
+        return number
 
     def _number_of(self, tensor: TensorRef) -> object:
         content = self._content_of(tensor)

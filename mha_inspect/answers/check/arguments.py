@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
@@ -100,9 +100,12 @@ class Arguments:
         as many items as tokens, masks of `query key` have the same sizes. Positions are advanced: those
         with a usual name, and the argument `positions`. A forward that takes `use_cache` is to return its cache.
         """
-        unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
-        counts = {name: value for name, value in unset.items() if _POSITION.search(name) or name == positions}
-        values: dict[str, Any] = {**counts, **self.values}
+        values: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            is_position = name == positions or _POSITION.search(name) is not None
+            if is_position and type(parameter.default) is int:
+                values[name] = parameter.default
+        values |= self.values
         if positions is not None and values.get(positions) is None:
             numbers = torch.arange(source.length, device=source.value.device)
             values[positions] = numbers[None] if "ids" in positions else numbers
@@ -111,13 +114,19 @@ class Arguments:
         for name, value in values.items():
             cut = _advanced if name in advanced else partial(_part, name, is_by_item=name in by_item)
             changes[name] = cut(value, source, start, stop, first)
-        return changes | ({"use_cache": True} if "use_cache" in self.parameters else {})
+        if "use_cache" in self.parameters:
+            changes["use_cache"] = True
+        return changes
 
     def positions(self, *, unset: bool = False) -> dict[str, Any]:
         """Return the arguments that are positions by their names and have numbers; with `unset` those that are None."""
-        values = {name: self.values.get(name, p.default) for name, p in self.parameters.items()}
-        named = {name: value for name, value in values.items() if _POSITION.search(name)}
-        return {name: value for name, value in named.items() if (value is None if unset else counts(value))}
+        positions = {}
+        for name, parameter in self.parameters.items():
+            value = self.values.get(name, parameter.default)
+            is_wanted = value is None if unset else counts(value)
+            if is_wanted and _POSITION.search(name):
+                positions[name] = value
+        return positions
 
     def starts_at_zero(self) -> bool:
         """Return whether an argument says that the first token has position 0."""
@@ -125,17 +134,24 @@ class Arguments:
 
     def from_start(self, source: Source, length: int) -> dict[str, Any]:
         """Return changes for a call without a past: with other tokens, `length` of them, at the first positions."""
+        changes: dict[str, Any] = dict.fromkeys(name for name in CACHES if name in self.values)
+        for name, value in self.positions().items():
+            changes[name] = _first_positions(value, source.length, length)
         axis = source.positions or 0
         tokens = torch.cat([source.value] * (length // source.length + 1), axis).narrow(axis, 0, length)
-        drawn = Source(source.names, tokens, source.batch, axis).others(slice(0, length), row=slice(None))
-        first = {name: _first_positions(value, source.length, length) for name, value in self.positions().items()}
-        return {**dict.fromkeys(name for name in CACHES if name in self.values), **first, **drawn}
+        changes |= Source(source.names, tokens, source.batch, axis).others(slice(0, length), row=slice(None))
+        return changes
 
     def uncut(self, source: Source) -> list[str]:
         """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
-        tensors = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
         pieces = self.piece(source, 0, 1, by_item=())
-        return [n for n, value in tensors.items() if source.length in value.shape and pieces[n].shape == value.shape]
+        names = []
+        for name, value in self.values.items():
+            if not isinstance(value, Tensor) or source.length not in value.shape:
+                continue
+            if pieces[name].shape == value.shape:
+                names.append(name)
+        return names
 
 
 def counts(value: Any) -> bool:
@@ -209,20 +225,32 @@ class Source:
 
         An image gets another corner.
         """
-        value, draw = self.value.detach(), torch.Generator().manual_seed(1729)
-        index = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
-        index = index if self.positions is None else self.at(row, position)
-        changed, old = value.clone(), value[index]
+        value = self.value.detach()
+        corner = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
+        index = corner if self.positions is None else self.at(row, position)
+        changed = value.clone()
         if value.is_floating_point():
             spread = float(value.float().std()) or 1.0
-            changed[index] = (torch.randn(old.shape, generator=draw) * spread * by).to(old)
+            changed[index] = _random_numbers(value[index], spread, by)
         else:
-            known = torch.unique(value)
-            known = torch.cat([known, known.new_tensor([int(known.max()) - 1])]) if len(known) < 2 else known
-            place = torch.searchsorted(known, old.contiguous())
-            step = torch.randint(1, len(known), old.shape, generator=draw).to(old.device)
-            changed[index] = known[(place + step) % len(known)]
+            changed[index] = _exchanged_ids(value[index], torch.unique(value))
         return dict.fromkeys(self.names, changed)
+
+
+def _random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
+    """Return random numbers of `by` times a spread in the form of a tensor, the same ones in every call."""
+    draw = torch.Generator().manual_seed(1729)
+    return (torch.randn(like.shape, generator=draw) * spread * by).to(like)
+
+
+def _exchanged_ids(ids: Tensor, vocabulary: Tensor) -> Tensor:
+    """Return another id of a vocabulary for each of these, the same ones in every call."""
+    if len(vocabulary) < 2:
+        vocabulary = torch.cat([vocabulary, vocabulary - 1])
+    draw = torch.Generator().manual_seed(1729)
+    place = torch.searchsorted(vocabulary, ids.contiguous())
+    step = torch.randint(1, len(vocabulary), ids.shape, generator=draw).to(ids.device)
+    return vocabulary[(place + step) % len(vocabulary)]
 
 
 def sources_of(
@@ -237,7 +265,7 @@ def sources_of(
     `is_one_sequence` is called only for a matrix of numbers: its result decides whether the matrix has a batch.
     `embedded` names the arguments that an embedding reads as ids.
     """
-    groups: list[tuple[list[str], Tensor]] = []
+    groups: list[_Group] = []
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     flat = [value.dim() for value in tensors.values()][:1] == [2]
     for name, value in tensors.items():
@@ -245,23 +273,49 @@ def sources_of(
             continue
         if not _has_tokens(name, value, first=not groups, flat=flat, is_embedded=name in embedded):
             continue
-        same = [names for names, other in groups if other.shape == value.shape and torch.equal(other, value)]
-        if same:
-            same[0].append(name)
+        group = next((group for group in groups if group.has(value)), None)
+        if group is None:
+            groups.append(_Group(value, [name]))
         else:
-            groups.append(([name], value))
+            group.names.append(name)
+    sources = []
+    for group in groups:
+        batch, positions = _axes_of(group.value, subject, values, intent, is_one_sequence)
+        sources.append(Source(tuple(group.names), group.value, batch, positions))
+    return tuple(sorted(sources, key=_is_no_target))
 
-    def layout(value: Tensor) -> tuple[int | None, int | None]:
-        if value.dim() > 3:
-            return 0, None
-        if value.dim() == 2 and value.is_floating_point() and intent.batch_axis is None:
-            # A matrix out means tokens by features without a batch; otherwise these are batched sequences of samples.
-            return (None, 0) if is_one_sequence(value) else (0, 1)
-        batch, _ = batch_axis_of(subject, values, intent)
-        return batch, 1 - batch
 
-    sources = [Source(tuple(names), value, *layout(value)) for names, value in groups]
-    return tuple(sorted(sources, key=lambda source: not any(_OF_TARGET.match(name) for name in source.names)))
+@dataclass(frozen=True)
+class _Group:
+    """Arguments with equal tokens."""
+
+    value: Tensor
+    names: list[str]
+
+    def has(self, value: Tensor) -> bool:
+        """Return whether a tensor has the same tokens."""
+        return self.value.shape == value.shape and torch.equal(self.value, value)
+
+
+def _axes_of(
+    value: Tensor,
+    subject: Subject,
+    values: Mapping[str, Any],
+    intent: Intent,
+    is_one_sequence: Callable[[Tensor], bool],
+) -> tuple[int | None, int | None]:
+    """Return the dimensions of the batch and of the positions of tokens; None where they have none."""
+    if value.dim() > 3:
+        return 0, None
+    if value.dim() == 2 and value.is_floating_point() and intent.batch_axis is None:
+        # A matrix out means tokens by features without a batch; otherwise these are batched sequences of samples.
+        return (None, 0) if is_one_sequence(value) else (0, 1)
+    batch, _ = batch_axis_of(subject, values, intent)
+    return batch, 1 - batch
+
+
+def _is_no_target(source: Source) -> bool:
+    return not any(_OF_TARGET.match(name) for name in source.names)
 
 
 def _first_positions(value: Any, before: int, length: int) -> Any:
@@ -289,19 +343,35 @@ def masks_by_item(run: NamedRun) -> frozenset[str]:
 
 def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int, *, is_by_item: bool = False) -> Any:
     """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys from `first` on."""
-    length, count = source.length, stop - start
-    if isinstance(value, (tuple, list)) and _ROTATION.search(name):
-        return type(value)(_part(name, each, source, start, stop, first) for each in value)
+    is_rotation = _ROTATION.search(name) is not None
+    if is_rotation and isinstance(value, (tuple, list)):
+        return type(value)(_part(name, table, source, start, stop, first) for table in value)
     if not isinstance(value, Tensor):
         return value
     if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
         return value[source.at(slice(None), slice(start, stop))]
     if "mask" in name or value.dtype == torch.bool or is_by_item:
-        has_queries = value.dim() > 1 and value.shape[-2] == length and not (is_by_item and value.dim() == 2)
-        value = value.narrow(-2, start, count) if has_queries else value
-        return value.narrow(-1, first, stop - first) if value.shape[-1:] == (length,) else value
-    rows = [axis for axis, size in enumerate(value.shape[:-1]) if size == length]
-    return value.narrow(rows[-1], start, count) if rows and _ROTATION.search(name) else value
+        is_by_key = is_by_item and value.dim() == 2
+        return _part_of_mask(value, source.length, slice(start, stop), first, has_queries=not is_by_key)
+    return _rows_of_table(value, source.length, start, stop) if is_rotation else value
+
+
+def _part_of_mask(mask: Tensor, length: int, queries: slice, first: int, *, has_queries: bool) -> Tensor:
+    """Return a mask for some queries and the keys from `first` to the last of these queries: `... query key`.
+
+    Dimensions of other sizes than the number of tokens stay whole.
+    """
+    if has_queries and mask.dim() > 1 and mask.shape[-2] == length:
+        mask = mask[..., queries, :]
+    return mask[..., first : queries.stop] if mask.shape[-1:] == (length,) else mask
+
+
+def _rows_of_table(table: Tensor, length: int, start: int, stop: int) -> Tensor:
+    """Return some rows of a table of rotations, `... position features`; the whole table if it has none for tokens."""
+    for axis in reversed(range(table.dim() - 1)):
+        if table.shape[axis] == length:
+            return table.narrow(axis, start, stop - start)
+    return table
 
 
 def second_output(returned: Any) -> Any:
@@ -309,14 +379,19 @@ def second_output(returned: Any) -> Any:
     for name in ("past_key_values", "past_key_value", "cache"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name)
+    for value in _further_outputs(returned):
+        # Without use_cache a layer may return None in place of its keys and values.
+        is_blank = isinstance(value, (tuple, list)) and all(part is None for part in value)
+        if value is not None and not is_blank:
+            return value
+    return None
+
+
+def _further_outputs(returned: Any) -> list[Any]:
+    """Return the outputs after the first; of a dict, those whose names are not of other things than a cache."""
     if isinstance(returned, dict):
-        returned = [
-            value for place, (name, value) in enumerate(returned.items()) if not place or not _NOT_CACHE.search(name)
-        ]
-    further = returned[1:] if isinstance(returned, (tuple, list)) else ()
-    # Without use_cache a layer may return None in place of its keys and values.
-    known = (value for value in further if not (isinstance(value, (tuple, list)) and all(v is None for v in value)))
-    return next((value for value in known if value is not None), None)
+        return [value for name, value in list(returned.items())[1:] if not _NOT_CACHE.search(name)]
+    return list(returned[1:]) if isinstance(returned, (tuple, list)) else []
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool, is_embedded: bool) -> bool:

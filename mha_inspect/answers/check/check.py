@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import InputError
 from ...graph.attention import Attention
@@ -18,6 +17,7 @@ from ...naming.score_formulas import unlike_dot
 from ...naming.stage_facts import StageFacts
 from ...naming.visibility import masks_of
 from ...record.arguments import tensors_in
+from ...record.ops import Op
 from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Run, State, Subject
@@ -25,18 +25,21 @@ from ...text import first_few, plural
 from ..lookalikes import found_instead
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments, require_apart
-from .behaviour import batch, causal, inputs, mixing, window
+from .batch_items import batch
 from .cache import cache
+from .causal import causal
 from .equals import unlike_masks, unlike_rotations, unlike_scales
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .finite import finite
 from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off, slopes_upside_down
+from .masked_runs import mask_facts
 from .masking import masking
+from .mixing import mixing
 from .newest import without_newest
 from .one_position import one_position
-from .padding import mask_facts, padding
+from .padding import padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
 from .rotary import rotary
@@ -44,9 +47,12 @@ from .same import reference, repeat, training
 from .scores import lone_softmaxes, scale, scale_words, softmax
 from .slots import has_lost_tokens
 from .split_heads import heads
+from .window import window
+from .written_inputs import inputs
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True)
+class Check:
     """A function that searches the evidence for faults; `CHECKS` says what is true if it finds none."""
 
     find: Callable[[Evidence], Iterator[Finding | SkippedCheck] | Iterator[Finding]]
@@ -57,12 +63,19 @@ class Check(NamedTuple):
     """What is true if the check passes on meta; empty if the check needs numbers."""
     follows: tuple[str, ...] = ()
     """Checks whose findings explain the findings of this check: it is skipped until they pass."""
+    confirm: str = ""
+    """The option that confirms or dismisses a finding that is not sure; empty: --skip with the name."""
+    by_position: bool = False
+    """Whether the check relies on one token per position."""
 
 
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
-    found = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
-    yield from found or unlike_masks(evidence)  # a layer with a fault is unlike the others
+    faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
+    if faults:
+        yield from faults
+    else:  # a layer with a fault is unlike the others
+        yield from unlike_masks(evidence)
 
 
 def _rotations(evidence: Evidence) -> Iterator[Finding]:
@@ -79,9 +92,9 @@ def _scales(evidence: Evidence) -> Iterator[Finding]:
 
 def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in how query heads share key heads: keys that were repeated in their place, then a wrong order."""
-    found = list(repeated_keys(evidence))
-    yield from found
-    with suppress(NotPossibleError) if found else nullcontext():
+    repeated = list(repeated_keys(evidence))
+    yield from repeated
+    with suppress(NotPossibleError) if repeated else nullcontext():
         yield from grouped(evidence)
 
 
@@ -98,32 +111,27 @@ _CHECKS = {
     "masking": Check(_masks_and_slopes),
     "finite": Check(finite, follows=("softmax",)),
     "grouped": Check(_shared_heads),
-    "rotary": Check(_rotations),
-    "batch": Check(batch, runs=True, follows=("heads", "softmax")),
-    "mixing": Check(_mixing_and_order, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
+    "rotary": Check(_rotations, by_position=True),
+    "batch": Check(batch, runs=True, follows=("heads", "softmax"), confirm="--batch-axis 0 or 1"),
+    "mixing": Check(
+        _mixing_and_order,
+        runs=True,
+        follows=("heads", "softmax", "masking", "batch", "finite"),
+        by_position=True,
+    ),
     "parameters": Check(parameters, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
     "training": Check(training, runs=True, follows=("finite",)),
-    "causal": Check(causal, follows=("softmax", "masking")),
-    "window": Check(window, follows=("softmax", "masking", "causal")),
-    "padding": Check(padding, runs=True),
-    "cache": Check(cache, runs=True, follows=OF_OUTPUTS),
-    "scale": Check(_scales, on_meta=CHECKS["scale"]),
+    "causal": Check(causal, follows=("softmax", "masking"), confirm="--causal", by_position=True),
+    "window": Check(window, follows=("softmax", "masking", "causal"), confirm="--window N", by_position=True),
+    "padding": Check(padding, runs=True, confirm="--mask NAME=keep", by_position=True),
+    "cache": Check(cache, runs=True, follows=OF_OUTPUTS, by_position=True),
+    "scale": Check(_scales, on_meta=CHECKS["scale"], confirm="--scale sqrt_head_dim"),
     "reference": Check(reference),
 }
 """In the order of `CHECKS`."""
 _OF_ONE_RUN = tuple(name for name, entry in _CHECKS.items() if not entry.runs and name not in ("inputs", "reference"))
 """The checks of a run that has been made. Whether it wrote into its inputs, copies from before it would show."""
-_CONFIRM = {
-    "scale": "--scale sqrt_head_dim",
-    "causal": "--causal",
-    "window": "--window N",
-    "batch": "--batch-axis 0 or 1",
-    "padding": "--mask NAME=keep",
-}
-"""The option that confirms or dismisses a finding that is not sure, by its check; else --skip with its name."""
-_OF_POSITIONS = ("rotary", "mixing", "causal", "window", "padding", "cache")
-"""Checks that rely on one token per position."""
 
 
 def check(
@@ -162,9 +170,10 @@ def check(
             results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
             names = ()
         for name in names:
-            found = list(_results(evidence, name, _CHECKS[name]))
-            results += [r for r in found if r.check == name or r.check not in evidence.failed]
-            evidence.failed.update(_failed(found))
+            results_of_check = list(_results(evidence, name, _CHECKS[name]))
+            # A check may report a fault of another one, which may have reported it already.
+            results += [r for r in results_of_check if r.check == name or r.check not in evidence.failed]
+            evidence.failed.update(_failed(results_of_check))
         facts = tuple(_facts(evidence))
     failed, order = _failed(results), list(CHECKS)
     if not failed:
@@ -190,9 +199,17 @@ def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
     """
     tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
     on_meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
-    runner, given = Runner(subject, lambda _: None, state), (subject.args, subject.kwargs)
+    runner = Runner(subject, lambda _: None, state)
     evidence = Evidence(
-        runner, runner.subject, Intent(), Arguments(subject), run, given, on_meta=on_meta, once=True, again=None
+        runner=runner,
+        subject=runner.subject,
+        intent=Intent(),
+        arguments=Arguments(subject),
+        run=run,
+        arguments_after=(subject.args, subject.kwargs),
+        on_meta=on_meta,
+        once=True,
+        again=None,
     )
     try:
         return tuple(map(_with_way, _findings_of_one_run(evidence)))
@@ -242,17 +259,17 @@ def _with_way(finding: Finding) -> Finding:
     """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it."""
     if finding.sure or finding.confirm:
         return finding
-    return replace(finding, confirm=_CONFIRM.get(finding.check, f"--skip {finding.check}"))
+    return replace(finding, confirm=_CHECKS[finding.check].confirm or f"--skip {finding.check}")
 
 
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:
     """Raise `InputError` if a declared check was skipped: no finding would then look like a pass."""
     for result in results:
         if isinstance(result, SkippedCheck) and result.check in intent.declared():
+            skip = "Or skip it" if result._give else "Give an input that it can change, or skip it"
             raise InputError(
                 f"The check {result.check} was declared and could not run: {result.reason}. "
-                + ("Or skip it" if result._give else "Give an input that it can change, or skip it")
-                + f" with --skip {result.check}."
+                f"{skip} with --skip {result.check}."
             )
 
 
@@ -282,53 +299,68 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | 
         raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
         yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief, error.give)
         return
-    if passed and name in _OF_POSITIONS and "heads" in evidence.failed:
+    if passed and entry.by_position and "heads" in evidence.failed:
         yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
     elif passed:
         yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
 
 
 def _no_attention(evidence: Evidence) -> str:
+    """Return why there is nothing to check, with what the module computes instead."""
     ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
-    products = [op for op in ops if op.does("product")]
-    softmaxes = sum(op.does("softmax") for op in ops)
     instead = found_instead(evidence.run)
     if instead:
         return f"{name} has no attention to check: no softmax(QKᵀ)V was found. {instead}"
-    lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
+    products = [op for op in ops if op.does("product")]
+    softmaxes = sum(op.does("softmax") for op in ops)
     return (
         f"{name} has no attention to check: no softmax(QKᵀ)V was found. It computes {plural(len(products), 'product')}"
-        + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
-        + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. Run `mha-inspect trace` to see what it computes."
+        f"{_lines_of(products)} and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
+        "Run `mha-inspect trace` to see what it computes."
     )
+
+
+def _lines_of(products: Sequence[Op]) -> str:
+    """Return the first products with their lines, ` (mm [2, 3] at a.py:4, …)`; empty without any."""
+    if not products:
+        return ""
+    lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
+    return f" ({lines}, …)" if len(products) > 4 else f" ({lines})"
 
 
 def _facts(evidence: Evidence) -> Iterator[Fact]:
     """Yield the properties of each attention that may be intended, each once: scale, who sees whom, mask values."""
-    pairs = evidence.run.attentions
-    facts = [
-        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in pairs
-    ]
-    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in pairs]
-    facts += [(Fact("mask", _adds_nothing(evidence, each)), each.module) for each, _ in pairs]
-    if "heads" not in evidence.failed:  # otherwise a position of a head is not a token
-        by_row = ""
-        if "cache" in evidence.failed and has_lost_tokens(evidence):
-            by_row = ", if key rows were tokens in order"
-        for sight in evidence.sights:
-            facts.append((Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module))
-    modules: dict[Fact, list[str]] = {}
-    for fact, module in facts:
-        modules.setdefault(fact, []).append(module)
-    counts = Counter(fact.name for fact in modules)
-    for fact, paths in modules.items():
-        where = f" in {first_few(paths, 1)}" if counts[fact.name] > 1 and any(paths) else ""
+    paths_by_fact: dict[Fact, list[str]] = {}
+    for fact, module in _facts_of_attentions(evidence):
+        paths_by_fact.setdefault(fact, []).append(module)
+    counts = Counter(fact.name for fact in paths_by_fact)
+    for fact, paths in paths_by_fact.items():
+        is_of_some = counts[fact.name] > 1 and any(paths)
+        where = f" in {first_few(paths, 1)}" if is_of_some else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
     if not evidence.on_meta and not evidence.failed & {"heads", "rotary"}:  # otherwise a step is not one position
         yield from ladder_facts(evidence)
     if not evidence.once and not evidence.on_meta:
         yield from mask_facts(evidence)
+
+
+def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
+    """Yield the facts of each attention with its module, one kind of fact after the other; some are empty."""
+    pairs = evidence.run.attentions
+    for attention, names in pairs:
+        yield Fact("scale", f"{scale_words(attention, names)} (head_dim {names.head_dim})"), attention.module
+    for attention, names in pairs:
+        yield Fact("attended over", _over(attention, names)), attention.module
+    for attention, _ in pairs:
+        yield Fact("mask", _adds_nothing(evidence, attention)), attention.module
+    if "heads" in evidence.failed:  # a position of a head is not a token
+        return
+    by_row = ""
+    if "cache" in evidence.failed and has_lost_tokens(evidence):
+        by_row = ", if key rows were tokens in order"
+    for sight in evidence.sights:
+        yield Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
@@ -340,10 +372,16 @@ def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
             return ""
         added += masks_of(graph, attention, op)
     contents = [evidence.content(tensor) for tensor in added]
-    for content in contents:
-        if content is None or content.is_meta or content.dtype == torch.bool or bool(content.count_nonzero()):
-            return ""
-    return "adds 0 to every score in this call: it masks out nothing" if contents else ""
+    if contents and all(map(_is_zero, contents)):
+        return "adds 0 to every score in this call: it masks out nothing"
+    return ""
+
+
+def _is_zero(content: Tensor | None) -> bool:
+    """Return whether the numbers of a tensor are known, and are all 0; a boolean is not added as it is."""
+    if content is None or content.is_meta or content.dtype == torch.bool:
+        return False
+    return not bool(content.count_nonzero())
 
 
 def _over(attention: Attention, names: AxisNames) -> str:

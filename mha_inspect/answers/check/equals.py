@@ -22,6 +22,7 @@ from ...naming.axes import AxisNames
 from ...reports.check import Finding
 from ...text import first_few, plural, small
 from .evidence import Evidence
+from .seen_keys import SeenKeys
 
 _DIGITS = 4
 """Significant digits to which measured numbers of equal layers agree."""
@@ -56,7 +57,7 @@ def unlike_scales(evidence: Evidence) -> Iterator[Finding]:
             odd = _half_wrong(stack, [scale or 0.0 for scale in scales])
         if odd is None:
             continue
-        others = next(layer for layer in stack if layer not in odd)
+        others = stack[_first_even(stack, odd)]
         head_dim = others.names.head_dim
         yield _finding(
             "scale",
@@ -71,37 +72,40 @@ def unlike_masks(evidence: Evidence) -> Iterator[Finding]:
     """Yield one of equal layers in which tokens see other tokens than in the others."""
     sights = {id(sight.attention): sight for sight in evidence.sights}
     for stack in _stacks(evidence):
-        known = [sights.get(id(layer.attention)) for layer in stack]
-        if any(sight is None for sight in known) or len({sight.seen.shape for sight in known if sight}) > 1:
+        of_layers = [sights[id(layer.attention)] for layer in stack if id(layer.attention) in sights]
+        if len(of_layers) < len(stack) or len({sight.seen.shape for sight in of_layers}) > 1:
             continue
-        seen = [sight.seen.any(0).numpy().tobytes() for sight in known if sight is not None]
+        seen = [sight.seen.any(0).numpy().tobytes() for sight in of_layers]
         odd = _odd_ones(evidence, stack, seen, of_numbers=True)
         if odd is None or len(odd) > 1:
             continue
-        others = next(place for place, layer in enumerate(stack) if layer not in odd)
-        here, there = known[stack.index(odd[0])], known[others]
-        assert here is not None
-        assert there is not None
-        if here.words() == there.words():
-            count = int((here.seen.any(0) != there.seen.any(0)).sum())
-            what = f"masked otherwise than the others, in {plural(count, 'pair')} of a query and a key"
-        else:
-            what = f"masked otherwise: {here.words()}; in the others, {there.words()}"
-        yield _finding(
-            "masking", odd, stack, what, "The visible keys are those with weight, or a score that is not lowered."
-        )
+        here, there = of_layers[stack.index(odd[0])], of_layers[_first_even(stack, odd)]
+        proof = "The visible keys are those with weight, or a score that is not lowered."
+        yield _finding("masking", odd, stack, _unlike_words(here, there), proof)
+
+
+def _first_even(stack: Sequence[_Layer], odd: Sequence[_Layer]) -> int:
+    """Return the place of the first layer of a stack that is not an odd one."""
+    return next(place for place, layer in enumerate(stack) if layer not in odd)
+
+
+def _unlike_words(here: SeenKeys, there: SeenKeys) -> str:
+    """Return how the visible keys of a layer differ from those of another one."""
+    if here.words() == there.words():
+        count = int((here.seen.any(0) != there.seen.any(0)).sum())
+        return f"masked otherwise than the others, in {plural(count, 'pair')} of a query and a key"
+    return f"masked otherwise: {here.words()}; in the others, {there.words()}"
 
 
 def unlike_rotations(evidence: Evidence) -> Iterator[Finding]:
     """Yield one of equal layers whose rotation has other frequencies than that of the others."""
     for stack in _stacks(evidence):
-        known = [evidence.inner.of(layer.attention, layer.names).frequencies for layer in stack]
-        rounded = [tuple(_rounded(number) for number in frequencies or ()) for frequencies in known]
+        ladders = [evidence.inner.of(layer.attention, layer.names).frequencies or () for layer in stack]
+        rounded = [tuple(map(_rounded, frequencies)) for frequencies in ladders]
         odd = _odd_ones(evidence, stack, rounded, of_numbers=True)
         if odd is None or len(odd) > 1:
             continue
-        mine = known[stack.index(odd[0])]
-        theirs = next(known[place] for place, layer in enumerate(stack) if layer not in odd)
+        mine, theirs = ladders[stack.index(odd[0])], ladders[_first_even(stack, odd)]
         if not mine or not theirs:
             continue  # layers without positions are usual beside layers with them
         place = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if _differ(*pair)), 0)
@@ -162,9 +166,10 @@ def _half_wrong(stack: Sequence[_Layer], scales: Sequence[float]) -> list[_Layer
     """Return the layers that are not scaled at all beside layers that are scaled by 1/√head_dim; None if others are."""
     right = [abs(scale * layer.names.head_dim**0.5 - 1) < 1e-3 for layer, scale in zip(stack, scales, strict=True)]
     plain = [abs(scale - 1) < 1e-3 for scale in scales]
-    each = [is_right != is_plain for is_right, is_plain in zip(right, plain, strict=True)]
-    if not any(right) or not any(plain) or not all(each) or _repeats(right):
+    if not any(right) or not any(plain) or _repeats(right):
         return None
+    if any(is_right == is_plain for is_right, is_plain in zip(right, plain, strict=True)):
+        return None  # a layer is scaled in a third way, or both ways are one
     return [layer for layer, is_plain in zip(stack, plain, strict=True) if is_plain]
 
 
@@ -182,8 +187,8 @@ def _is_declared(
 ) -> bool:
     """Return whether an attribute of the modules around each attention differs as the measurements do."""
     declared = [_attributes(evidence.subject.module, layer.path, of_numbers=of_numbers) for layer in stack]
-    for name in set.intersection(*(set(each) for each in declared)):
-        values = [each[name] for each in declared]
+    for name in set.intersection(*map(set, declared)):
+        values = [attributes[name] for attributes in declared]
         if len(set(values)) < 2 or len(set(values)) == len(stack):
             continue  # equal in all, or a number of the layer
         pairs = set(zip(values, measured, strict=True))
@@ -201,16 +206,18 @@ def _attributes(module: nn.Module, path: str, *, of_numbers: bool) -> Mapping[st
     first = next((place for place, part in enumerate(parts) if re.search(r"\d", part)), len(parts) - 1)
     around = [".".join(parts[: place + 1]) for place in range(first, len(parts))]
     modules = [(at, module.get_submodule(name)) for at, name in enumerate(around)]
-    modules += [(name, each) for name, each in modules[-1][1].named_modules() if name] if modules else []
+    if modules:
+        _, attention = modules[-1]
+        modules += [(name, inner) for name, inner in attention.named_modules() if name]
     kinds = (*_DECLARES, float) if of_numbers else _DECLARES
-    found: dict[str, Hashable] = {}
-    for at, each in modules:
-        for name, value in vars(each).items():
+    attributes: dict[str, Hashable] = {}
+    for at, part in modules:
+        for name, value in vars(part).items():
             if name not in ("training", "_is_full_backward_hook") and isinstance(value, kinds):
-                found[f"{at}.{name}"] = repr(value)
+                attributes[f"{at}.{name}"] = repr(value)
             if name == "_parameters":
-                found[f"{at}.{name}"] = repr(sorted(value))
-    return found
+                attributes[f"{at}.{name}"] = repr(sorted(value))
+    return attributes
 
 
 def _rounded(number: float) -> float:

@@ -5,7 +5,7 @@ An `Evidence` is immutable. Every run starts from the same state of the module, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -131,19 +131,21 @@ class Evidence:
     @cached_property
     def padded(self) -> Tensor | None:
         """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
-        source = next(iter(self.sources), None)
-        if source is None:
+        if not self.sources:
             return None
+        source = self.sources[0]
         declared = self._declared_padding(source)
         if declared is None and next(self._marked(source), None) is None:
             return None
-        sights, shape = sights_of(self.run, partial(first_key, self)), (source.rows, source.length)
-        seen = [sight.seen for sight in sights if sight.seen.shape == (*shape, source.length)]
-        if declared is not None and seen and not any(_sees_padding(each, declared) for each in seen):
+        shape = source.rows, source.length, source.length
+        sights = sights_of(self.run, partial(first_key, self))
+        seen = [sight.seen for sight in sights if sight.seen.shape == shape]
+        if declared is not None and seen and not any(_sees_padding(pairs, declared) for pairs in seen):
             return declared
-        for pads in self._marked(source) if seen and declared is None else ():
-            if not bool(pads[0].all()) and all(_hides(each, pads) for each in seen):
-                return pads
+        if declared is None and seen:
+            for pads in self._marked(source):
+                if not bool(pads[0].all()) and all(_hides(pairs, pads) for pairs in seen):
+                    return pads
         return next(filter(self._is_dropped, self._marked(source)), None)
 
     def _declared_padding(self, source: Source) -> Tensor | None:
@@ -160,8 +162,12 @@ class Evidence:
         for name, value in self.values.items():
             if not isinstance(value, Tensor) or value.numel() != prod(shape) or value.is_complex():
                 continue
-            marks = torch.unique(value) if name not in source.names else ()
-            for mark in marks if len(marks) == 2 else ():
+            if name in source.names:
+                continue
+            marks = torch.unique(value)
+            if len(marks) != 2:
+                continue
+            for mark in marks:
                 yield (value == mark).reshape(shape).cpu()
 
     def _is_dropped(self, pads: Tensor) -> bool:
@@ -207,7 +213,10 @@ class Evidence:
     @property
     def mask_line(self) -> str:
         """The line of the first mask; without a mask, of the first scores."""
-        return next((each.masks[0].source for each, _ in self.run.attentions if each.masks), self.scores_line)
+        for attention, _ in self.run.attentions:
+            if attention.masks:
+                return attention.masks[0].source
+        return self.scores_line
 
     def require_passed(self, *checks: str) -> None:
         """Raise `NotPossibleError` if one of these checks failed: another finding would be its consequence."""
@@ -280,27 +289,37 @@ class Evidence:
         `NotPossibleError` if the forward returned no tensor of numbers.
         """
         outputs = _outputs(returned)
-        given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
-        pairs = len(given) > 1 and not given[0].is_floating_point() and {*outputs[0].shape} == {given[0].shape[0]}
-        output = next((output for output in outputs if output.dim() > 2), outputs[0]) if pairs else outputs[0]
-        turned = bool(given) and output.dim() > 2 and output.shape[:2] == given[0].shape[1::-1] != output.shape[1::-1]
-        return output.transpose(0, 1) if turned else output
+        output = outputs[0]
+        inputs = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
+        if _is_of_pairs(output, inputs):
+            output = next((tensor for tensor in outputs if tensor.dim() > 2), output)
+        if not inputs or output.dim() < 3:
+            return output
+        swapped = inputs[0].shape[1::-1]
+        is_swapped = output.shape[:2] == swapped != output.shape[1::-1]
+        return output.transpose(0, 1) if is_swapped else output
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens; the one that the output follows comes first."""
-        sources = sources_of(self.subject, self.values, self.intent, self._is_one_sequence, self._embedded)
-        last = {shape for shape, dims in self.queries if dims[1:] == [["embed"], ["query"]]}
-        sources = tuple(
-            Source(each.names, each.value, 0, 2) if each.value.shape in last else each  # channels come first
-            for each in sources
-        )
+        sources = []
+        for source in sources_of(self.subject, self.values, self.intent, self._is_one_sequence, self._embedded):
+            if source.value.shape in self._shapes_by_channel:
+                source = Source(source.names, source.value, 0, 2)
+            sources.append(source)
+        if len(sources) < 2:
+            return tuple(sources)
         followed: list[Source] = []
         with suppress(NotPossibleError):  # no tensor was returned
-            followed += [source for source in sources if len(sources) > 1 and self._has_entries_of(source)]
-        if len(followed) != 1:
-            return sources
-        return (*followed, *(source for source in sources if source is not followed[0]))
+            followed = [source for source in sources if self._has_entries_of(source)]
+        if len(followed) == 1:
+            sources.sort(key=lambda source: source is not followed[0])
+        return tuple(sources)
+
+    @cached_property
+    def _shapes_by_channel(self) -> set[tuple[int, ...]]:
+        """The shapes of inputs in which channels come before positions."""
+        return {shape for shape, dims in self.queries if dims[1:] == [["embed"], ["query"]]}
 
     @property
     def _embedded(self) -> frozenset[str]:
@@ -319,13 +338,21 @@ class Evidence:
     @cached_property
     def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:
         """The shape and the axes of the query of each attention."""
-        known = ((run.stages.get("query"), names) for run, names in self.run.attentions)
-        return [(query.shape, dims_of(names.of_stage("query"))) for query, names in known if query]
+        queries = []
+        for attention, names in self.run.attentions:
+            query = attention.stages.get("query")
+            if query is not None:
+                queries.append((query.shape, dims_of(names.of_stage("query"))))
+        return queries
 
     def _is_one_sequence(self, matrix: Tensor) -> bool:
         """Return whether a matrix is tokens by features without a batch: a matrix comes out, and no item is a row."""
-        rows = (len(shape) > 2 and shape[0] == len(matrix) and dims[0] == ["batch"] for shape, dims in self.queries)
-        return self.output.dim() == 2 and not any(rows)
+        if self.output.dim() != 2:
+            return False
+        for shape, dims in self.queries:
+            if len(shape) > 2 and shape[0] == len(matrix) and dims[0] == ["batch"]:
+                return False
+        return True
 
     @property
     def source(self) -> Source:
@@ -341,12 +368,15 @@ class Evidence:
 
     @cached_property
     def _largest(self) -> float:
+        """The largest finite number of the output, and at least 1e-6; 1 if none is finite."""
         finite = self.output[self.output.isfinite()]
-        return max(float(finite.abs().max()) if finite.numel() else 1.0, 1e-6)
+        largest = float(finite.abs().max()) if finite.numel() else 1.0
+        return max(largest, 1e-6)
 
     def _rounding(self, times: float = 1.0) -> float:
         """Return the largest difference that rounding can explain: in no dtype is it a large part of the output."""
-        return min(times * 16 * torch.finfo(self.output.dtype).eps, 1 / 64 if times == 1 else 1 / 8) * self._largest
+        most = 1 / 64 if times == 1 else 1 / 8
+        return min(times * 16 * torch.finfo(self.output.dtype).eps, most) * self._largest
 
     def differences(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         """Return the difference of each output token from another run, `batch position`; 0 within rounding.
@@ -356,22 +386,24 @@ class Evidence:
         `RaisedError` if the shapes differ.
         """
         apart, padded = self.differences_with_padding(output, base, times=times), self.padded
-        is_padded = padded is not None and self.follows and padded.shape == apart.shape
-        return apart.masked_fill(padded.to(apart.device), 0.0) if padded is not None and is_padded else apart
+        if padded is None or not self.follows or padded.shape != apart.shape:
+            return apart
+        return apart.masked_fill(padded.to(apart.device), 0.0)
 
     def differences_with_padding(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         """Return what `differences` does, with the differences of padded tokens."""
         base = self.output if base is None else base
         if output.shape != base.shape:
             raise RaisedError(f"expected output shape {list(base.shape)}, got {list(output.shape)}")
-        left, right = (side.float() if side.itemsize < 4 else side for side in (output, base))
-        equal, infinite = (left == right) | (left.isnan() & right.isnan()), float("inf")
-        apart = (left - right).abs_().nan_to_num_(nan=infinite, posinf=infinite).masked_fill_(equal, 0.0)
+        apart = _apart(output, base)
         axes = self.source.axes if self.follows else [0]
         apart = apart.movedim(axes, tuple(range(len(axes))))
-        apart = apart.flatten(len(axes)).amax(-1) if apart.dim() > len(axes) else apart
+        if apart.dim() > len(axes):
+            apart = apart.flatten(len(axes)).amax(-1)
         apart = apart.masked_fill(apart <= self._rounding(times), 0.0)
-        return apart[:, None] if not self.follows else apart if len(axes) == 2 else apart[None]
+        if not self.follows:
+            return apart[:, None]  # an entry for each batch item alone
+        return apart if len(axes) == 2 else apart[None]
 
     def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
         """Return the largest difference between two outputs, as `differences` measures it."""
@@ -385,20 +417,32 @@ class Evidence:
 
         Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
         """
-        source, padded = self.source, self.padded
-        first = self.output.narrow(source.batch, 0, 1) if self.follows and source.batch is not None else self.output
-        if not first.isfinite().any():
+        source, first_item = self.source, self.output
+        if self.follows and source.batch is not None:
+            first_item = self.output.narrow(source.batch, 0, 1)
+        if not first_item.isfinite().any():
             raise NotPossibleError("the output of the first batch item has no finite number")
-        real = range(source.length) if padded is None else (~padded[0]).nonzero().flatten().tolist()
-        # A token that a mask hides from every other query changes nothing, whatever the code does.
-        seen = [place for place in real if place in self.seen_by_others] or real
-        if not real:
-            raise NotPossibleError("the first batch item is padding throughout")
-        places = {seen[len(seen) // 2], seen[0] if padded is not None else real[-1], real[-1]}
-        if all(sight.queries != source.length for sight in self.sights):
-            places.add(seen[0])  # the others may be the last of a window
-        outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
+        places = self._places_to_change()
+        if self.once:
+            return {}
+        outputs = {place: self.output_with(source.others(place)) for place in sorted(places)}
         return {place: self.differences(output, times=0) for place, output in outputs.items()}
+
+    def _places_to_change(self) -> set[int]:
+        """Return a few positions of real tokens of the first batch item, the last one and one in the middle among them.
+
+        A token that a mask hides from every other query changes nothing, whatever the code does.
+        """
+        places = [*range(self.source.length)]
+        if self.padded is not None:
+            places = (~self.padded[0]).nonzero().flatten().tolist()
+        if not places:
+            raise NotPossibleError("the first batch item is padding throughout")
+        seen = [place for place in places if place in self.seen_by_others] or places
+        chosen = {seen[len(seen) // 2], places[-1]}
+        if self.padded is not None or all(sight.queries != self.source.length for sight in self.sights):
+            chosen.add(seen[0])  # without queries of all tokens, the others may be the last of a window
+        return chosen
 
     @cached_property
     def seen_by_others(self) -> frozenset[int]:
@@ -407,25 +451,47 @@ class Evidence:
         All positions if no scores show it.
         """
         length = self.source.length
-        alike = [sight for sight in self.sights if sight.queries == length <= sight.keys]
-        places = set[int]() if alike else set(range(length))
+        sights = [sight for sight in self.sights if sight.queries == length <= sight.keys]
+        if not sights:
+            return frozenset(range(length))
         real = slice(None) if self.padded is None else ~self.padded[0]
-        for sight in alike:
-            others = (sight.seen[0] & (sight.distance != 0))[real].any(0)[sight.first :][:length]
-            places.update(others.nonzero().flatten().tolist())
+        places: set[int] = set()
+        for sight in sights:
+            of_others = sight.seen[0] & (sight.distance != 0)  # query key
+            is_seen = of_others[real].any(0)[sight.first :][:length]
+            places.update(is_seen.nonzero().flatten().tolist())
         return frozenset(places)
 
     @property
     def reach(self) -> dict[int, Tensor]:
         """The same, without differences that rounding can explain."""
-        return {place: diff.masked_fill(diff <= self._rounding(), 0) for place, diff in self.reach_in_bits.items()}
+        least = self._rounding()
+        return {place: apart.masked_fill(apart <= least, 0) for place, apart in self.reach_in_bits.items()}
 
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:
         """Index of a further source to the outputs that its middle token in the first batch item changes."""
-        further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
-        outputs = {place: self.output_with(source.others(source.length // 2)) for place, source in further.items()}
+        outputs = {}
+        for place, source in enumerate(self.sources):
+            if place and len(source.axes) == 2:
+                outputs[place] = self.output_with(source.others(source.length // 2))
         return {place: self.differences(output) for place, output in outputs.items()}
+
+
+def _apart(output: Tensor, base: Tensor) -> Tensor:
+    """Return the difference of two outputs number by number; infinite if one is NaN, and 0 if both are."""
+    left = output.float() if output.itemsize < 4 else output
+    right = base.float() if base.itemsize < 4 else base
+    is_equal = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    return apart.masked_fill_(is_equal, 0.0)
+
+
+def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Return whether an output is a matrix of all pairs of batch items: `text image` for ids of texts and images."""
+    if len(inputs) < 2 or inputs[0].is_floating_point():
+        return False
+    return set(output.shape) == {len(inputs[0])}
 
 
 def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
@@ -472,12 +538,30 @@ def evidence_of(
 
 def _copy_written(recording: Recording) -> None:
     """Copy the kept tensors in memory that the module keeps and a run writes, e.g. a cache: other runs write it too."""
-    read = [tensor for op in recording.ops for tensor in op.inputs]
-    outside = {tensor.storage for tensor in read if recording.producer(tensor) is None}
-    written = outside & {op.output.storage for op in recording.ops if op.kind == "write" and op.outputs}
-    tensors = (tensor for op in recording.ops for tensor in (*op.inputs, *op.outputs) if tensor.storage in written)
-    kept = {tensor.id for tensor in tensors} & recording.values.keys()
-    recording.values.update({number: recording.values[number].clone() for number in kept})
+    written = _written_from_outside(recording)
+    if not written:
+        return
+    for number in _in_storages(recording, written) & recording.values.keys():
+        recording.values[number] = recording.values[number].clone()
+
+
+def _written_from_outside(recording: Recording) -> set[int]:
+    """Return the storages that no operation of the run made and that one of them writes."""
+    outside: set[int] = set()
+    written: set[int] = set()
+    for op in recording.ops:
+        outside.update(tensor.storage for tensor in op.inputs if recording.producer(tensor) is None)
+        if op.kind == "write" and op.outputs:
+            written.add(op.output.storage)
+    return outside & written
+
+
+def _in_storages(recording: Recording, storages: set[int]) -> set[int]:
+    """Return the ids of the tensors of all operations that lie in these storages."""
+    ids: set[int] = set()
+    for op in recording.ops:
+        ids.update(tensor.id for tensor in (*op.inputs, *op.outputs) if tensor.storage in storages)
+    return ids
 
 
 @contextmanager
@@ -490,12 +574,24 @@ def _errors_of_forward() -> Iterator[None]:
 
 def _outputs(returned: Any) -> list[Tensor]:
     """Return the floating-point tensors that a forward returned; scalars (e.g. a loss) come last, as `[1]`."""
-    tensors = [dense(tensor.detach()) for _, tensor in tensors_in(returned)]
-    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
-    tensors = sorted((t for t in tensors if t.is_floating_point()), key=lambda tensor: not tensor.dim())
-    if not tensors and hasattr(returned, "to_tuple"):
+    tensors: list[Tensor] = []
+    scalars: list[Tensor] = []
+    for _, value in tensors_in(returned):
+        tensor = dense(value.detach())
+        if not tensor.numel():
+            continue
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if not tensor.is_floating_point():
+            continue
+        # Few operations accept one-byte floats.
+        numbers = tensor.float() if tensor.itemsize == 1 else tensor
+        if numbers.dim():
+            tensors.append(numbers)
+        else:
+            scalars.append(numbers.reshape(1))
+    if tensors or scalars:
+        return [*tensors, *scalars]
+    if hasattr(returned, "to_tuple"):
         return _outputs(returned.to_tuple())
-    if not tensors:
-        raise NotPossibleError("the forward returns no tensor of numbers")
-    # Few operations accept one-byte floats.
-    return [(t.float() if t.itemsize == 1 else t).reshape(t.shape or (1,)) for t in tensors]
+    raise NotPossibleError("the forward returns no tensor of numbers")

@@ -29,13 +29,13 @@ def way_out(evidence: Evidence, source: Source, token: int) -> str:
     settings = [part for part in module.modules() if getattr(part, "batch_first", None) is False]
     attentions = [attention.module for attention, _ in evidence.run.attentions]
     parts = [module.get_submodule(path) if path else module for path in dict.fromkeys(attentions)]
-    found = []
+    ways = []
     if settings and _is_apart(evidence, source, token, lambda _: _set_batch_first(settings)):
-        found.append(_BATCH_FIRST)
+        ways.append(_BATCH_FIRST)
     with _exchanging(parts) as exchange:
         if _is_apart(evidence, source, token, exchange):
-            found.append(_TRANSPOSED)
-    sentence = ", or ".join(found)
+            ways.append(_TRANSPOSED)
+    sentence = ", or ".join(ways)
     return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
@@ -49,8 +49,8 @@ def _is_apart(evidence: Evidence, source: Source, token: int, change: Callable[[
     try:
         with evidence.runner.changed_by(change):
             base = evidence.output_with({})
-            other = evidence.output_with(source.others(token))
-            changed = evidence.differences(other, base)
+            output = evidence.output_with(source.others(token))
+            changed = evidence.differences(output, base)
     except NotPossibleError:
         return False
     return len(changed) == source.rows and bool((changed[0] > 0).any()) and not bool((changed[1:] > 0).any())

@@ -46,11 +46,11 @@ def _inverted(mask: Tensor) -> Tensor | None:
     return None
 
 
-def _is_idle(evidence: Evidence, name: str, other: Tensor) -> bool:
+def _is_idle(evidence: Evidence, name: str, inverted: Tensor) -> bool:
     """Return whether a run with another value of an argument returns the same, bit for bit."""
     with suppress(RaisedError):
         before = _tensors(evidence.run.returned)
-        after = _tensors(evidence.returned({name: other}))
+        after = _tensors(evidence.returned({name: inverted}))
         if not before or len(before) != len(after):
             return False
         return all(_is_same(*pair) for pair in zip(before, after, strict=True))

@@ -34,7 +34,7 @@ CHECKS = {
     "reference": "the output equals the reference's",
 }
 """Check name to what is true when the check passes; causes come before their consequences."""
-_KNOWN: dict[str, tuple[Any, ...]] = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "padding_true": ("keep", "ignore"),
     "padding_side": ("left", "right"),
     "batch_axis": (0, 1),
@@ -88,10 +88,10 @@ class Intent:
         """Raise `SpecError` for an impossible intent."""
         if self.window is not None and self.window < 1:
             raise SpecError(f"window {self.window} is too small: a window includes the position itself. Use 1 or more.")
-        for name, known in _KNOWN.items():
+        for name, choices in _CHOICES.items():
             said = getattr(self, name)
-            if said is not None and said not in known:
-                raise SpecError(f"{name} {shown(said)} is unknown. Use {' or '.join(map(str, known))}.")
+            if said is not None and said not in choices:
+                raise SpecError(f"{name} {shown(said)} is unknown. Use {' or '.join(map(str, choices))}.")
 
     def declared(self) -> dict[str, Any]:
         """Return the declared fields by name, as plain data."""

@@ -8,11 +8,13 @@ An embedding with a `padding_idx` says which tokens are padding, and the weights
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
 from ...naming.canonical import canonical, sizes_in
 from ...record.ops import TensorRef
 from ...reports.check import Finding
@@ -21,7 +23,8 @@ from .replay import LostError, again, content_of
 from .seen_keys import SeenKeys
 
 
-class _Padding(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Padding:
     """Which tokens of a run are padding."""
 
     tokens: Tensor
@@ -71,9 +74,10 @@ def _sees_tokens_alone(evidence: Evidence, sight: SeenKeys, padding: _Padding, i
     The mask is a recorded tensor, `batch key`, that is True for the padding or for the other tokens. What is computed
     from it is computed again, up to the weights.
     """
-    attention, names = next((pair for pair in evidence.run.attentions if pair[0] is sight.attention), (None, None))
-    target = None if attention is None else attention.stages.get("weights")
-    if attention is None or names is None or target is None:
+    attention = sight.attention
+    names = _names_of(evidence, attention)
+    target = attention.stages.get("weights")
+    if names is None or target is None:
         return False
     for mask in _masks(evidence, padding):
         try:
@@ -90,12 +94,20 @@ def _sees_tokens_alone(evidence: Evidence, sight: SeenKeys, padding: _Padding, i
     return False
 
 
+def _names_of(evidence: Evidence, attention: Attention) -> AxisNames | None:
+    for candidate, names in evidence.run.attentions:
+        if candidate is attention:
+            return names
+    return None
+
+
 def _masks(evidence: Evidence, padding: _Padding) -> Iterator[TensorRef]:
     """Yield the recorded booleans, `batch key`, that are True for the padding or for the other tokens, in order."""
     recording = evidence.run.recording
-    given = [named.tensor for named in recording.inputs]
-    made = [tensor for op in recording.ops for tensor in op.outputs]
-    for tensor in (*given, *made):
+    tensors = [named.tensor for named in recording.inputs]
+    for op in recording.ops:
+        tensors += op.outputs
+    for tensor in tensors:
         if tensor.dtype != "bool" or tensor.shape != tuple(padding.tokens.shape):
             continue
         content = evidence.content(tensor)

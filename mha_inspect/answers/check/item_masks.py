@@ -30,18 +30,18 @@ def masks_of_other_items(evidence: Evidence) -> Iterator[Finding]:
     for name, given in evidence.values.items():
         if not isinstance(given, Tensor) or not _is_by_item(evidence, name, given):
             continue
-        other = _other_mask(given)
-        if other is None:
+        item = _item_with_another_mask(given)
+        if item is None:
             continue
         changed = given.clone()
-        changed[0] = given[other]
+        changed[0] = given[item]
         try:
             output = evidence.output_with({name: changed})
         except RaisedError:
             continue
         moved = evidence.differences(output, times=OTHER_SIZES)[1:].amax(1)
         if bool((moved > 0).any()):
-            yield _finding(evidence, name, other, moved)
+            yield _finding(evidence, name, item, moved)
             return
 
 
@@ -50,27 +50,35 @@ def _is_by_item(evidence: Evidence, name: str, given: Tensor) -> bool:
 
     With as many heads as items, the three dimensions of a mask may be `heads query key`.
     """
-    named = {known for source in evidence.sources for known in source.names}
-    if name in named or name in CACHES or name == evidence.intent.cache or given.is_meta or given.is_complex():
+    if any(name in source.names for source in evidence.sources):
         return False
-    if given.dim() not in (3, 4) or given.shape[0] != evidence.source.rows:
+    if name in CACHES or name == evidence.intent.cache:
         return False
-    heads = {count for _, names in evidence.run.attentions for count in (names.num_heads, names.num_kv_heads)}
-    if given.dim() == 3 and given.shape[0] in heads:
+    if given.is_meta or given.is_complex() or given.dim() not in (3, 4) or given.shape[0] != evidence.source.rows:
+        return False
+    if given.dim() == 3 and given.shape[0] in _numbers_of_heads(evidence):
         return False
     return any(_fits(given, sight.queries, sight.keys) for sight in evidence.sights)
+
+
+def _numbers_of_heads(evidence: Evidence) -> set[int]:
+    """Return the numbers of query heads and of key heads of all attentions."""
+    numbers: set[int] = set()
+    for _, names in evidence.run.attentions:
+        numbers.update((names.num_heads, names.num_kv_heads))
+    return numbers
 
 
 def _fits(given: Tensor, queries: int, keys: int) -> bool:
     return given.shape[-1] == keys > 1 and given.shape[-2] in (1, queries)
 
 
-def _other_mask(given: Tensor) -> int | None:
+def _item_with_another_mask(given: Tensor) -> int | None:
     """Return the first item whose mask is not that of item 0; None if all items have one mask."""
     return next((item for item in range(1, len(given)) if not torch.equal(given[item], given[0])), None)
 
 
-def _finding(evidence: Evidence, name: str, other: int, moved: Tensor) -> Finding:
+def _finding(evidence: Evidence, name: str, item: int, moved: Tensor) -> Finding:
     """Return the fault; `moved` is the change of the output by item, from item 1 on."""
     items = moved.nonzero().flatten()
     first = int(items[0])
@@ -82,7 +90,7 @@ def _finding(evidence: Evidence, name: str, other: int, moved: Tensor) -> Findin
     return Finding(
         "batch",
         f"The {name} of one batch item changes the output of another.",
-        f"With the {name} of item {other} given to item 0 too, the output of item {first + 1} changes by "
+        f"With the {name} of item {item} given to item 0 too, the output of item {first + 1} changes by "
         f"{float(moved[first]):.3g}. It changes {len(items)} of the {len(moved)} other items.",
         source=evidence.mask_line if repeat is None else repeat.source,
         fix=fix,

@@ -38,9 +38,12 @@ def _biased(evidence: Evidence, attention: Attention, names: AxisNames) -> tuple
     """Return scores, what they are with a bias, and which keys are seen, each `batch heads query key`; None without."""
     if not {"scores", "masked_scores", "weights"} <= attention.stages.keys():
         return None
-    stages = (content_of(evidence.run, attention, names, name) for name in ("scores", "masked_scores", "weights"))
-    scores, masked, weights = stages
-    if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
+    scores = content_of(evidence.run, attention, names, "scores")
+    masked = content_of(evidence.run, attention, names, "masked_scores")
+    weights = content_of(evidence.run, attention, names, "weights")
+    if scores is None or masked is None or weights is None:
+        return None
+    if not scores.shape == masked.shape == weights.shape:
         return None
     return scores, masked, sees_by_head(weights, masked)
 
@@ -49,9 +52,11 @@ def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
     """Yield the slopes by head and the frequencies of each kind of attention, each once."""
     facts = dict[Fact, None]()
     for attention, names, _ in evidence.kinds:
-        if slopes := slopes_of(evidence, attention, names):
+        slopes = slopes_of(evidence, attention, names)
+        if slopes:
             facts[Fact("slopes by head", _listed(slopes))] = None
-        if frequencies := evidence.inner.of(attention, names).frequencies:
+        frequencies = evidence.inner.of(attention, names).frequencies
+        if frequencies:
             facts[Fact("rotary by pair", f"{_listed(frequencies)} a position{_base(frequencies)}")] = None
     yield from facts
 
@@ -137,5 +142,5 @@ def _ratio(frequencies: Sequence[float]) -> float | None:
 
 
 def _are_near(numbers: Sequence[float], expected: Sequence[float], near: float = NEAR) -> bool:
-    left, right = (Tensor(list(side)).double() for side in (numbers, expected))
+    left, right = Tensor(list(numbers)).double(), Tensor(list(expected)).double()
     return left.shape == right.shape and bool(torch.isclose(left, right, rtol=near, atol=0).all())

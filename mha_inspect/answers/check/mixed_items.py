@@ -31,10 +31,10 @@ def line_of_mixed_items(evidence: Evidence, place: int) -> str:
     if [op.name for op in first.ops] != [op.name for op in second.ops]:
         return ""
     line = ""
-    for op, other in zip(first.ops, second.ops, strict=True):
-        if not op.outputs or not other.outputs:
+    for op, repeated in zip(first.ops, second.ops, strict=True):
+        if not op.outputs or not repeated.outputs:
             continue
-        before, after = first.values.get(op.output.id), second.values.get(other.output.id)
+        before, after = first.values.get(op.output.id), second.values.get(repeated.output.id)
         if before is None or after is None or not _is_by_item(before, after, source.rows):
             continue
         if not _has_changed(before[1:], after[1:]):
@@ -45,10 +45,17 @@ def line_of_mixed_items(evidence: Evidence, place: int) -> str:
 
 
 def _is_by_item(before: Tensor, after: Tensor, rows: int) -> bool:
+    """Return whether a result is `batch ...` numbers in both runs. Nested tensors have no sizes to compare."""
+    if before.is_nested or after.is_nested:
+        return False
     return before.is_floating_point() and before.dim() > 1 and before.shape == after.shape and len(before) == rows
 
 
 def _has_changed(before: Tensor, after: Tensor) -> bool:
+    """Return whether two results differ by more than rounding; numbers that are not finite do not count."""
+    if not before.numel():
+        return False
     apart = (before.double() - after.double()).abs().nan_to_num(0.0)
-    largest = float(before.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if before.numel() else 0.0
-    return bool(apart.numel()) and float(apart.max()) > _ROUNDING * torch.finfo(before.dtype).eps * max(largest, 1e-6)
+    finite = before.double().nan_to_num(0.0, 0.0, 0.0)
+    largest = max(float(finite.abs().max()), 1e-6)
+    return float(apart.max()) > _ROUNDING * torch.finfo(before.dtype).eps * largest

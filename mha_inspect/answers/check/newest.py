@@ -34,10 +34,13 @@ def without_newest(evidence: Evidence, attention: Attention, names: AxisNames) -
     """Yield a suspicion if the newest tokens of a call have no key, or are missing in the cache that it returns."""
     if not evidence.sources or names.within_tokens or names.over_features:
         return
-    found = _cut_from_joined(evidence, attention) or _in_no_row(evidence, attention, names)
-    found = found or _not_returned(evidence, attention, names)
-    if found is not None:
-        yield found
+    finding = _cut_from_joined(evidence, attention)
+    if finding is None:
+        finding = _in_no_row(evidence, attention, names)
+    if finding is None:
+        finding = _not_returned(evidence, attention, names)
+    if finding is not None:
+        yield finding
 
 
 def _in_no_row(evidence: Evidence, attention: Attention, names: AxisNames) -> Finding | None:
@@ -78,8 +81,8 @@ def _cut_from_joined(evidence: Evidence, attention: Attention) -> Finding | None
     axis = None if join is None else _axis_of_join(join)
     if join is None or cut is None or axis is None:
         return None
-    *others, last = join.inputs
-    if not _is_of_call(evidence, last) or any(_is_of_call(evidence, each) for each in others):
+    *earlier, last = join.inputs
+    if not _is_of_call(evidence, last) or any(_is_of_call(evidence, tensor) for tensor in earlier):
         return None
     rows = last.shape[axis]
     before = join.output.shape[axis] - rows
@@ -116,25 +119,24 @@ def _axis_of_join(op: Op) -> int | None:
     shapes = [tensor.shape for tensor in op.inputs]
     if len({len(shape) for shape in (*shapes, op.output.shape)}) > 1:
         return None
-    longer = [
-        axis
-        for axis, size in enumerate(op.output.shape)
-        if size == sum(shape[axis] for shape in shapes) != shapes[0][axis]
-    ]
+    longer = []
+    for axis, size in enumerate(op.output.shape):
+        if size == sum(shape[axis] for shape in shapes) != shapes[0][axis]:
+            longer.append(axis)
     return longer[0] if len(longer) == 1 else None
 
 
 def _is_of_call(evidence: Evidence, tensor: TensorRef) -> bool:
     """Return whether a tensor is computed from the tokens of the call."""
     recording = evidence.run.recording
-    names = {name for source in evidence.sources[:1] for name in source.names}
+    names = evidence.sources[0].names if evidence.sources else ()
     ids = {named.tensor.id for named in recording.inputs if named.name in names}
     queue, seen = [tensor], set[int]()
     while queue:
-        each = queue.pop()
-        if each.id in ids:
+        operand = queue.pop()
+        if operand.id in ids:
             return True
-        op = recording.producer(each)
+        op = recording.producer(operand)
         if op is not None and op.index not in seen:
             seen.add(op.index)
             queue += op.inputs
@@ -148,11 +150,10 @@ def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) ->
         heads = content_of(evidence.run, attention, names, f"{side[0]}_heads")
         if heads is None or heads.shape[2] < 2:
             return None
-        rows = [_rows_returned(heads, tensor) for _, tensor in tensors_in(evidence.run.returned)]
-        known = [number for number in rows if number is not None]
-        if not known or max(known) == heads.shape[2]:
+        rows = _most_rows_returned(evidence, heads)
+        if rows is None or rows == heads.shape[2]:
             return None
-        lost[side] = heads.shape[2] - max(known)
+        lost[side] = heads.shape[2] - rows
     if len(set(lost.values())) > 1:
         return None
     count, length = lost["key"], names.lengths[1]
@@ -165,6 +166,16 @@ def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) ->
         source=attention.score_product.op.source,
         fix=_FIX,
     )
+
+
+def _most_rows_returned(evidence: Evidence, heads: Tensor) -> int | None:
+    """Return the largest number of first rows of `batch kv_heads row feature` that the call returns; None if none."""
+    most = None
+    for _, tensor in tensors_in(evidence.run.returned):
+        rows = _rows_returned(heads, tensor)
+        if rows is not None and (most is None or rows > most):
+            most = rows
+    return most
 
 
 def _rows_returned(heads: Tensor, returned: Tensor) -> int | None:

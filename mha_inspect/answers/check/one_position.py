@@ -9,7 +9,7 @@ token stay the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...record.ops import TensorRef
 from ...reports.check import Finding
@@ -33,8 +33,10 @@ class _Row:
 
 def one_position(evidence: Evidence) -> Iterator[Finding]:
     """Yield a suspicion if one row of a table, numbered by the number of tokens, is added to all tokens."""
-    source = next(iter(evidence.sources), None)
-    if source is None or source.positions is None or source.length < 3 or evidence.once:
+    if evidence.once or not evidence.sources:
+        return
+    source = evidence.sources[0]
+    if source.positions is None or source.length < 3:
         return
     for row in _rows_of_length(evidence.run, source, source.length):
         if _follows_the_length(evidence, source, row) and _is_without_order(evidence, source):
@@ -57,7 +59,7 @@ def _rows_of_length(run: Run, source: Source, length: int) -> list[_Row]:
     recording, graph = run.recording, run.graph
     tables = {named.tensor.id: named.name for named in (*recording.parameters, *recording.buffers)}
     tokens = source.value.shape[: len(source.axes)]
-    found = []
+    added = []
     for op in recording.ops:
         if op.base_name != "select" or len(op.args) < 3:
             continue
@@ -65,8 +67,8 @@ def _rows_of_length(run: Run, source: Source, length: int) -> list[_Row]:
         dim, row = op.args[1:3]
         rows = op.inputs[0].shape[dim]
         if name and row in (length, length - 1) and rows > length and _is_added(run, op.output, tokens):
-            found.append(_Row(name, row, rows, op.source))
-    return found
+            added.append(_Row(name, row, rows, op.source))
+    return added
 
 
 def _is_added(run: Run, row: TensorRef, tokens: tuple[int, ...]) -> bool:
@@ -91,8 +93,8 @@ def _follows_the_length(evidence: Evidence, source: Source, row: _Row) -> bool:
     except NotPossibleError:
         return False
     shorter = Source(source.names, source.value.narrow(source.positions or 0, 0, fewer), source.batch, source.positions)
-    others = _rows_of_length(run, shorter, fewer)
-    return any((other.table, other.row, other.source) == (row.table, row.row - 1, row.source) for other in others)
+    before = replace(row, row=row.row - 1)
+    return before in _rows_of_length(run, shorter, fewer)
 
 
 def _is_without_order(evidence: Evidence, source: Source) -> bool:

@@ -74,22 +74,21 @@ def again(evidence: Recorded, source: TensorRef, value: Tensor, target: TensorRe
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     with torch.no_grad():
         if value.stride() != source.stride and 0 not in source.stride:  # views go by the recorded layout
-            value = torch.empty_strided(source.shape, source.stride, dtype=value.dtype, device=value.device).copy_(
-                value
-            )
+            laid_out = torch.empty_strided(source.shape, source.stride, dtype=value.dtype, device=value.device)
+            value = laid_out.copy_(value)
         return replayed(evidence, {source.id: value}, target)[target.id]
 
 
-def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef) -> dict[int, Tensor]:
-    """Return every tensor between the given ones and `target`, by id, recomputed; autograd may follow.
+def replayed(evidence: Recorded, values: Mapping[int, Tensor], target: TensorRef) -> dict[int, Tensor]:
+    """Return every tensor between these ones and `target`, by id, recomputed; autograd may follow.
 
     Raise `LostError` if one cannot be computed.
     """
-    known, graph = dict(given), evidence.run.graph
-    for op in between(graph.recording, {*given}, target):
+    computed, graph = dict(values), evidence.run.graph
+    for op in between(graph.recording, {*values}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
-            value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
+            value = computed[tensor.id] if tensor.id in computed else content_of(evidence, tensor)
             value = value.clone() if value.is_inference() else value  # autograd rejects one of inference mode
             return _in_memory(evidence, op, value) if op.kind == "write" and tensor is op.inputs[0] else value
 
@@ -97,34 +96,44 @@ def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef)
             results = run_again(graph, op, content)
         except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
-        known.update({number: result for number, result in results.items() if number not in given})
-    if target.id not in known:
+        computed.update({number: result for number, result in results.items() if number not in values})
+    if target.id not in computed:
         raise LostError
-    return known
+    return computed
 
 
 def _in_memory(evidence: Recorded, op: Op, value: Tensor) -> Tensor:
     """Return a value as it was in the memory that an operation writes, beside what else is read there afterwards."""
     written = op.inputs[0]
     tensors = [written, *evidence.run.graph.results(op)]
-    ends = (t.offset + sum((size - 1) * step for size, step in zip(t.shape, t.stride, strict=True)) for t in tensors)
-    size = 1 + max(ends)
-    alike = (value.storage_offset(), value.stride()) == (written.offset, written.stride)
-    if alike and value.untyped_storage().nbytes() >= size * value.itemsize:
+    size = max(map(_end_of, tensors))
+    is_laid_out = (value.storage_offset(), value.stride()) == (written.offset, written.stride)
+    if is_laid_out and value.untyped_storage().nbytes() >= size * value.itemsize:
         return value
     memory = value.new_zeros(size)
-    for tensor, kept in (*((each, evidence.content(each)) for each in tensors), (written, value)):
-        if kept is not None:
-            memory.as_strided(tensor.shape, tensor.stride, tensor.offset).copy_(kept)
-    return memory.as_strided(written.shape, written.stride, written.offset)
+    for tensor in tensors:
+        content = evidence.content(tensor)
+        if content is not None:
+            memory.as_strided(tensor.shape, tensor.stride, tensor.offset).copy_(content)
+    in_memory = memory.as_strided(written.shape, written.stride, written.offset)
+    in_memory.copy_(value)
+    return in_memory
+
+
+def _end_of(tensor: TensorRef) -> int:
+    """Return how many elements of its memory a tensor needs, from the first one on."""
+    last = tensor.offset
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        last += (size - 1) * step
+    return last + 1
 
 
 def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
     """Return which elements of `target` change when the marked elements of `source` change."""
     value = content_of(evidence, source)
     base = again(evidence, source, value, target)
-    other = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
-    return (base != other) & ~(base.isnan() & other.isnan())
+    moved = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
+    return (base != moved) & ~(base.isnan() & moved.isnan())
 
 
 def factors_of(attention: Attention) -> dict[str, TensorRef]:
@@ -185,10 +194,11 @@ class Factor:
         """Return the rows that change when features of a token change places: a norm over all heads stays the same."""
         value = content_of(self.evidence, self.source)
         drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        other = drawn.clone()
-        features = other.movedim(self.features, -1)[token][start:stop]
+        rolled = drawn.clone()
+        features = rolled.movedim(self.features, -1)[token][start:stop]
         features.copy_(features.roll(1))
-        base, moved = (again(self.evidence, self.source, each, self.target).double() for each in (drawn, other))
+        base = again(self.evidence, self.source, drawn, self.target).double()
+        moved = again(self.evidence, self.source, rolled, self.target).double()
         near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * float(base.abs().max())
         return self._rows_of((base - moved).abs() > near)
 
@@ -223,23 +233,41 @@ class Factor:
         return self._reached(token, range(start, start + min(self.width, _MOST) * (self.by_head is None)))
 
     def _reached(self, token: tuple[int, ...], starts: range) -> dict[int, set[Row]]:
-        reached = {start: self.changed(token, start, start + starts.step) for start in starts}
-        reached = {start: rows for start, rows in reached.items() if rows}
+        """Return the rows that contain each slice of a token that reaches any, by its first feature."""
+        reached: dict[int, set[Row]] = {}
+        for start in starts:
+            rows = self.changed(token, start, start + starts.step)
+            if rows:
+                reached[start] = rows
         if starts.step > 1 and len(reached) > 1 and len({*map(frozenset, reached.values())}) == 1:
-            reached = {start: self._moved(token, start, start + starts.step) for start in reached}
+            return {start: self._moved(token, start, start + starts.step) for start in reached}
         return reached
 
 
 def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int | None:
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
-        key, query = (Factor(evidence, attention, names, side, from_first=True) for side in ("key", "query"))
-        ends = [attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages]
-        tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)
-        if len(tokens) == 1 < len({*ends}):
-            return None  # e.g. a prefix is joined before the projection
-        first = next((at for at in tokens if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
-        rows = {row for _, row in key.changed(key.token(first))}
+        key = Factor(evidence, attention, names, "key", from_first=True)
+        query = Factor(evidence, attention, names, "query", from_first=True)
+        token = _token_of_first_query(attention, key, query)
+        if token is None:
+            return None
+        rows = {row for _, row in key.changed(key.token(token))}
     except LostError:
         return None
     return rows.pop() if len(rows) == 1 else None
+
+
+def _token_of_first_query(attention: Attention, key: Factor, query: Factor) -> int | None:
+    """Return the number of the token that makes the first query; None if it may not be a token of the keys."""
+    count = prod(key.tokens)
+    if count != prod(query.tokens):
+        count = 1
+    if count == 1:
+        shapes = {attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages}
+        if len(shapes) > 1:
+            return None  # e.g. a prefix is joined before the projection
+    for token in range(count):
+        if any(row == 0 for _, row in query.changed(query.token(token))):
+            return token
+    return 0

@@ -283,25 +283,36 @@ def _of_offsets(evidence: Evidence, attention: Attention, names: AxisNames, firs
     if query is None or key is None:
         return
     step_names = steps.operands["k_heads"].names if "k_heads" in steps.operands else {}
-    rotations = [index for index, name in step_names.items() if name == "rotary"]
-    if not rotations and steps.cache is not None:
-        return  # features of another product are rotated, before or behind a cache of their own
-    rotation = min(rotations) if rotations else attention.score_product.op.index
-    # A step without a name joins the cache.
-    is_behind_cache = any(name == "" and index < rotation for index, name in step_names.items())
-    if is_behind_cache and first is None:
-        return
-    if is_behind_cache:
-        query -= first or 0
+    rotation = _rotation_in(step_names)
+    if rotation is None:
+        if steps.cache is not None:
+            return  # features of another product are rotated, before or behind a cache of their own
+        rotation = attention.score_product.op.index
+    counted = ""
+    if _joins_cache_before(step_names, rotation):
+        if first is None:
+            return
+        query -= first
+        counted = ", counted from the first slot of the cache"
     if query == key:
         return
-    counted = ", counted from the first slot of the cache" if is_behind_cache else ""
     yield _finding(
         evidence.run.recording.ops[rotation],
         "The query and key of one token are rotated by different positions: their distance is not 0.",
         f"The first token has position {query} as a query and {key} as a key{counted}.",
         "Rotate both by the same positions.",
     )
+
+
+def _rotation_in(step_names: Mapping[int, str]) -> int | None:
+    """Return the first operation that rotates the keys, from the names of their steps; None if none has that name."""
+    rotations = [index for index, name in step_names.items() if name == "rotary"]
+    return min(rotations) if rotations else None
+
+
+def _joins_cache_before(step_names: Mapping[int, str], rotation: int) -> bool:
+    """Return whether keys join the cache before they are rotated: that step has no name."""
+    return any(name == "" and index < rotation for index, name in step_names.items())
 
 
 def _is_one_sequence(attention: Attention, names: AxisNames, cache: object) -> bool:

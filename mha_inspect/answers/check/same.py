@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import MhaInspectError
 from ...record.arguments import with_copies
+from ...record.ops import Op
 from ...reports.check import Finding
 from ...reports.diff import DiffReason
 from ...running.subject import Subject
@@ -20,7 +21,7 @@ from ..comparable_run import Comparison
 from ..diff import Side, diff
 from ..diff_reasons import Where, reasons
 from ..shared_weights import copy_all
-from .cache import continues
+from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .replay import first_key
 
@@ -34,38 +35,56 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
     again = evidence.returned(more_seed=1) if evidence.again is None else evidence.again
     if not evidence.apart(evidence.output_of(again)):
         return
-    recording = evidence.run.recording
     by_seed = evidence.apart(evidence.output_of(evidence.returned(more_seed=1)))
     by_state = evidence.apart(evidence.output_of(evidence.returned(go_on=True)))
     if by_state:
-        # Keys before that of the first query are of a cache.
-        if any(first_key(evidence, *attention) for attention in evidence.run.attentions) or continues(evidence):
-            raise NotPossibleError("each run continues from the cache of the run before it")
-        buffers = {named.tensor.storage for named in recording.buffers}
-        yield Finding(
-            "repeat",
-            "A run changes the output of the next run: the module keeps state between calls.",
-            f"Two runs in a row on the same input, with the same seed, differ by {by_state:.3g}.",
-            sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
-        )
+        yield _of_state(evidence, by_state)
     elif by_seed:
-        no_dropout = "native_dropout", (False,)
-        drawn = [op for op in recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != no_dropout]
-        dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
-        where = next(iter(dropout or drawn), None)
-        cause, fix = "The forward draws random numbers in eval: two runs give different outputs.", ""
-        if dropout:
-            cause = "Dropout is on in eval: two runs give different outputs."
-            fix = "Pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)."
-        yield Finding(
+        yield _of_seed(evidence, by_seed)
+
+
+def _of_state(evidence: Evidence, apart: float) -> Finding:
+    """Return the fault of a run that changes the next one. Raise `NotPossibleError` if it continues from a cache."""
+    # Keys before that of the first query are of a cache.
+    if any(first_key(evidence, *attention) for attention in evidence.run.attentions) or continues(evidence):
+        raise NotPossibleError("each run continues from the cache of the run before it")
+    buffers = {named.tensor.storage for named in evidence.run.recording.buffers}
+    return Finding(
+        "repeat",
+        "A run changes the output of the next run: the module keeps state between calls.",
+        f"Two runs in a row on the same input, with the same seed, differ by {apart:.3g}.",
+        sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
+    )
+
+
+def _of_seed(evidence: Evidence, apart: float) -> Finding:
+    """Return the fault of a run that draws random numbers, at the first operation that does."""
+    draws = [op for op in evidence.run.recording.ops if _draws(op)]
+    dropouts = [op for op in draws if "dropout" in op.base_name or "bernoulli" in op.base_name]
+    proof = f"Two runs on the same input, with different seeds, differ by {apart:.3g}."
+    if dropouts:
+        return Finding(
             "repeat",
-            cause,
-            f"Two runs on the same input, with different seeds, differ by {by_seed:.3g}.",
-            sure=bool(dropout),
-            source=where.source if where else "",
-            module=where.module if where else "",
-            fix=fix,
+            "Dropout is on in eval: two runs give different outputs.",
+            proof,
+            source=dropouts[0].source,
+            module=dropouts[0].module,
+            fix="Pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0).",
         )
+    return Finding(
+        "repeat",
+        "The forward draws random numbers in eval: two runs give different outputs.",
+        proof,
+        sure=False,
+        source=draws[0].source if draws else "",
+        module=draws[0].module if draws else "",
+    )
+
+
+def _draws(op: Op) -> bool:
+    """Return whether an operation draws random numbers. A fused dropout has an argument that says it does not."""
+    is_off = op.base_name == "native_dropout" and op.args[2:3] == (False,)
+    return op.does("draws") and not is_off
 
 
 def training(evidence: Evidence) -> Iterator[Finding]:
@@ -119,9 +138,9 @@ class _FirstStage:
     why: tuple[DiffReason, ...]
 
 
-def _first_stage(evidence: Evidence, other: Subject, where: Where) -> _FirstStage | None:
+def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstStage | None:
     """Return the first stage in which another subject differs from the checked one, and why; None if none does."""
-    left, right = Side("left", evidence.subject), Side("right", other)
+    left, right = Side("left", evidence.subject), Side("right", compared)
     if len(left.attentions) != len(right.attentions):
         return None
     row = next((row for row in diff(left, right, same_weights=False).stages if row.verdict == "differs"), None)
@@ -150,12 +169,17 @@ def _of_padded_outputs(evidence: Evidence, output: Tensor) -> Iterator[str]:
 
 
 def _train_without_dropout(module: nn.Module) -> None:
+    """Put every module into train mode, with each number that is a rate of dropout set to 0."""
     for part in module.modules():
         part.training = True
         for name, value in list(vars(part).items()):
-            drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
-            if drops and isinstance(value, float):
+            if isinstance(value, float) and _is_rate(part, name):
                 setattr(part, name, 0.0)
+
+
+def _is_rate(part: nn.Module, name: str) -> bool:
+    """Return whether an attribute is a rate of dropout: `p` of a dropout, or a name like `attn_drop`."""
+    return "drop" in name.lower() or (name == "p" and isinstance(part, nn.modules.dropout._DropoutNd))
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:
@@ -169,12 +193,12 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
         raise UndeclaredError("--reference TARGET")
     args, kwargs = evidence.arguments.of_call({})
     label = f"the reference {type(trusted).__name__}"
-    other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label, without_ones=None)
+    compared = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label, without_ones=None)
     before = [(tensor, tensor.detach().clone()) for tensor in trusted.parameters()]
-    with other.replaying(other.state()):
+    with compared.replaying(compared.state()):
         trusted.eval()
         try:
-            findings = list(_against(evidence, other))
+            findings = list(_against(evidence, compared))
         finally:
             with torch.no_grad():
                 for tensor, numbers in before:
@@ -182,18 +206,26 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
     yield from findings
 
 
-def _output_of_reference(evidence: Evidence, other: Subject) -> Tensor:
+def _output_of_reference(evidence: Evidence, trusted: Subject) -> Tensor:
     # The reference may write into its arguments.
-    args, kwargs = with_copies((other.args, other.kwargs))
+    args, kwargs = with_copies((trusted.args, trusted.kwargs))
     try:
-        returned = replace(other, args=args, kwargs=kwargs).plain()
+        returned = replace(trusted, args=args, kwargs=kwargs).plain()
     except Exception as error:  # user code may raise anything
-        mine, theirs = (dict(side.named_parameters()) for side in (evidence.subject.module, other.module))
-        why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        for name in [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape][:1]:
-            why = f"{name} is {list(mine[name].shape)}, and {list(theirs[name].shape)} in the reference"
+        why = _unlike_shapes(evidence.subject.module, trusted.module)
+        if not why:
+            why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         raise NotPossibleError(f"the reference raises on these arguments: {why}", give=_SAME_SIZES) from error
     return evidence.output_of(returned)
+
+
+def _unlike_shapes(module: nn.Module, trusted: nn.Module) -> str:
+    """Return the shapes of the first parameter that has another one in the reference; empty if there is none."""
+    in_reference = dict(trusted.named_parameters())
+    for name, parameter in module.named_parameters():
+        if name in in_reference and in_reference[name].shape != parameter.shape:
+            return f"{name} is {list(parameter.shape)}, and {list(in_reference[name].shape)} in the reference"
+    return ""
 
 
 def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
@@ -210,15 +242,15 @@ def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
                 return
 
 
-def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
-    theirs = _output_of_reference(evidence, other)
+def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
+    theirs = _output_of_reference(evidence, compared)
     if theirs.shape != evidence.output.shape:
         sentence = (
             f"Expected output shape {list(theirs.shape)}, as the reference has; got {list(evidence.output.shape)}."
         )
         yield Finding("reference", sentence, "Both ran on the same arguments.")
         return
-    left, right = Side("left", evidence.subject), Side("right", other)
+    left, right = Side("left", evidence.subject), Side("right", compared)
     try:
         reason = copy_all(left, right)
     except MhaInspectError as error:
@@ -228,14 +260,14 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
             f"the weights could not be copied into the reference: {reason.rstrip('.')}",
             give=_SAME_SIZES,
         )
-    apart = evidence.apart(_output_of_reference(evidence, other), times=OTHER_SIZES)
+    apart = evidence.apart(_output_of_reference(evidence, compared), times=OTHER_SIZES)
     if not apart:
         yield from _of_other_outputs(left, right)
         return
     first = _FirstStage("the output", "", "", ())
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         called = Where("here", "in the reference", "the reference")
-        first = _first_stage(evidence, other, called) or first
+        first = _first_stage(evidence, compared, called) or first
     sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {first.name}."]
     sentences += [reason.sentence for reason in first.why]
     yield Finding(

@@ -30,7 +30,8 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
     if evidence.intent.scale is None:
         if all(_is_mistaken(evidence, attention, names) for attention, names in attentions):
             unless = ", unless the weights were trained with this scale, e.g. T5 with none"
-            yield _other_scale(*attentions[0], unless, "No norm is before it.", sure=False)
+            attention, names = attentions[0]
+            yield _other_scale(attention, names, unless, "No norm is before it.", sure=False)
         raise UndeclaredError("--scale sqrt_head_dim")
     for attention, names in attentions:
         if not attention.is_dot:
@@ -43,29 +44,45 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _other_scale(attention: Attention, names: AxisNames, unless: str, more: str, *, sure: bool = True) -> Finding:
-    is_one = math.isclose(attention.scale or 0.0, 1, rel_tol=1e-3)
-    scaled = "not scaled" if is_one else f"scaled by {scale_words(attention, names)}"
+    scaled = "not scaled" if _is_scaled_by(attention, 1.0) else f"scaled by {scale_words(attention, names)}"
     return Finding(
         "scale",
         f"The scores are {scaled}; expected 1/√{names.head_dim} = {max(names.head_dim, 1) ** -0.5:.4g}{unless}.",
         f"The scale is the recorded factor between q·kᵀ and the softmax. {more}",
-        sure,
-        attention.score_product.op.source,
-        attention.module,
-        "Divide by math.sqrt(head_dim) once.",
+        sure=sure,
+        source=attention.score_product.op.source,
+        module=attention.module,
+        fix="Divide by math.sqrt(head_dim) once.",
     )
 
 
 def _is_mistaken(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:
     """Return whether a dot product of queries and keys has no scale or a usual mistaken one, and no norm before it."""
-    sides = [attention.stages.get(f"{side}_proj") for side in "qk"]
-    ends = (attention.score_product.left, attention.score_product.right)
-    ops = [op for side in sides if side for end in ends for op in between(evidence.run.recording, {side.id}, end)]
-    normed = any(op.does("norms") for op in ops)
-    known = [*_known_scales(attention, names).values(), 1.0]
-    near = [math.isclose(attention.scale or 0.0, value, rel_tol=1e-3) for value in known]
-    plain = attention.is_dot and names.head_dim > 1 and not normed and not attention.weighing and None not in sides
-    return plain and any(near[1:]) and not near[0]
+    if not attention.is_dot or attention.weighing or names.head_dim < 2:
+        return False
+    expected, *mistaken = _usual_scales(attention, names).values()
+    if _is_scaled_by(attention, expected):
+        return False
+    if not any(_is_scaled_by(attention, scale) for scale in (*mistaken, 1.0)):
+        return False
+    return _has_no_norm(evidence, attention)
+
+
+def _is_scaled_by(attention: Attention, scale: float) -> bool:
+    return math.isclose(attention.scale or 0.0, scale, rel_tol=1e-3)
+
+
+def _has_no_norm(evidence: Evidence, attention: Attention) -> bool:
+    """Return whether queries and keys are projected, and no norm is between a projection and the scores."""
+    product = attention.score_product
+    for side in ("q_proj", "k_proj"):
+        projected = attention.stages.get(side)
+        if projected is None:
+            return False
+        for factor in (product.left, product.right):
+            if any(op.does("norms") for op in between(evidence.run.recording, {projected.id}, factor)):
+                return False
+    return True
 
 
 def scale_words(attention: Attention, names: AxisNames) -> str:
@@ -74,15 +91,16 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
         return "not needed: the scores are additive"
     if attention.scale is None:
         return "not a single number"
-    if math.isclose(attention.scale, 1, rel_tol=1e-3):
+    if _is_scaled_by(attention, 1.0):
         return "not scaled"
-    otherwise = f", {attention.scale * max(names.head_dim, 1) ** 0.5:.4g} times 1/√head_dim"
-    known = [*_known_scales(attention, names).items(), *_chosen_scales(attention, names).items()]
-    like = (f" = {name}" for name, value in known if math.isclose(attention.scale, value, rel_tol=1e-3))
-    return f"{attention.scale:.4g}{next(like, otherwise)}"
+    formulas = {**_usual_scales(attention, names), **_chosen_scales(attention, names)}
+    for formula, scale in formulas.items():
+        if _is_scaled_by(attention, scale):
+            return f"{attention.scale:.4g} = {formula}"
+    return f"{attention.scale:.4g}, {attention.scale * max(names.head_dim, 1) ** 0.5:.4g} times 1/√head_dim"
 
 
-def _known_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
+def _usual_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
     """Return the expected scale, then other usual scales, by formula."""
     head_dim, width = max(names.head_dim, 1), _width(attention)
     return {
@@ -321,9 +339,11 @@ def _multiplied_by_argument(evidence: Evidence, softmax: Op) -> Op | None:
     op = recording.producer(graph.before_moves(softmax.inputs[0]))
     if op is None or op.base_name.rstrip("_") != "mul":
         return None
-    tokens = {name for source in evidence.sources for name in source.names}
-    given = {named.tensor.id for named in recording.inputs if named.name not in tokens}
-    return op if any(graph.before_moves(factor).id in given for factor in op.inputs) else None
+    tokens: set[str] = set()
+    for source in evidence.sources:
+        tokens.update(source.names)
+    arguments = {named.tensor.id for named in recording.inputs if named.name not in tokens}
+    return op if any(graph.before_moves(factor).id in arguments for factor in op.inputs) else None
 
 
 def _passes(op: Op) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
@@ -33,20 +32,24 @@ def slots(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
     writes = [op for op in between(evidence.run.recording, {key.source.id}, key.target) if op.kind == "write"]
     if not writes and names.lengths[0] == names.lengths[1]:
         raise NotHereError
-    ends = [key.token(number) for number in sorted({0, prod(key.tokens) - 1})]
-    own = [{row for _, row in key.changed(token)} for token in ends]
-    if any(len(rows) > 1 for rows in own):
+    rows_of: dict[tuple[int, ...], set[int]] = {}
+    for number in sorted({0, prod(key.tokens) - 1}):
+        token = key.token(number)
+        rows_of[token] = {row for _, row in key.changed(token)}
+    if any(len(rows) > 1 for rows in rows_of.values()):
         raise LostError  # neighbours are mixed on purpose, or a token is in several windows
-    if not all(own):
-        missing = _missing(evidence, attention, names, key, writes) if writes else None
-        if missing is None:
+    if not all(rows_of.values()):
+        finding = _missing(evidence, attention, names, key, writes) if writes else None
+        if finding is None:
             raise LostError  # keys of some tokens are left out on purpose
-        yield missing
+        yield finding
         return
-    found = _apart(evidence, attention, names, key, dict(zip(ends, (min(rows) for rows in own), strict=True)))
-    if found is None and writes:
-        found = _empty(evidence, attention, names, writes[-1], max(map(max, own)))
-    yield from [found] if found else []
+    slot_of = {token: min(rows) for token, rows in rows_of.items()}
+    finding = _value_elsewhere(evidence, attention, names, key, slot_of)
+    if finding is None and writes:
+        finding = _empty(evidence, attention, names, writes[-1], max(slot_of.values()))
+    if finding is not None:
+        yield finding
 
 
 def tokens_of_keys(evidence: Evidence, key: Factor) -> dict[int, int]:
@@ -110,25 +113,30 @@ class _Slots:
         if row in self.blank:
             return "an empty slot"
         token = self.tokens.get(row)
-        return f"token {token}" if token is not None and token > query else ""
+        if token is None or token <= query:
+            return ""
+        return f"token {token}"
 
     def sentence(self) -> str:
         """Return which tokens are in the key rows, and what became of the others."""
         rows = sorted(self.tokens)
-        each = f"Keys {shortened(spans(rows), 40)} are tokens {_in_turn([self.tokens[row] for row in rows])}"
+        present = f"Keys {shortened(spans(rows), 40)} are tokens {_in_turn([self.tokens[row] for row in rows])}"
         missing = [token for token in range(self.count) if token not in self.tokens.values()]
-        lost = f"{'tokens' if len(missing) > 1 else 'token'} {shortened(spans(missing), 40)}"
+        is_single = len(missing) < 2
+        lost = f"{'token' if is_single else 'tokens'} {shortened(spans(missing), 40)}"
         if self.is_ring:
-            return f"{each}: a ring of {self.rows} slots has overwritten {lost}, and the mask counts slots as tokens."
+            return (
+                f"{present}: a ring of {self.rows} slots has overwritten {lost}, and the mask counts slots as tokens."
+            )
         shift = self._shift
         if shift is not None:
-            each = f"Key j is token j {'+' if shift > 0 else '-'} {abs(shift)}"
-        lost = f"{lost} {'are' if len(missing) > 1 else 'is'} in no key"
+            present = f"Key j is token j {'+' if shift > 0 else '-'} {abs(shift)}"
+        lost = f"{lost} {'is' if is_single else 'are'} in no key"
         if not self.blank:
-            return f"{each}: {lost}."
+            return f"{present}: {lost}."
         empty = shortened(spans(self.blank), 40)
         is_empty = f"keys {empty} are empty slots" if len(self.blank) > 1 else f"key {empty} is an empty slot"
-        return f"{each}: {lost}, and {is_empty} of zeros."
+        return f"{present}: {lost}, and {is_empty} of zeros."
 
     def fix(self) -> str:
         """Return what to change."""
@@ -161,8 +169,10 @@ def _missing(
     if sight is None or sight.queries != count or heads is None or heads.shape[2] != sight.keys:
         return None
     blank = frozenset(_blank(heads).all(0).nonzero().flatten().tolist()) - tokens.keys()
+    if not tokens:
+        return None
     slots = _Slots(tokens, count, sight.keys, blank)
-    for query, row in sight.pairs.nonzero().tolist() if tokens else ():
+    for query, row in sight.pairs.nonzero().tolist():
         what = slots.fault(query, row)
         if what:
             proof = f"Query {query} gives weight to key {row}, which is {what}."
@@ -170,72 +180,104 @@ def _missing(
     return None
 
 
-def _apart(
-    evidence: Evidence, attention: Attention, names: AxisNames, key: Factor, slots: dict[tuple[int, ...], int]
+@dataclass(frozen=True)
+class _ValueElsewhere:
+    """A token whose value is not in the slot of its key."""
+
+    token: tuple[int, ...]
+    slot: int
+    """The slot of its key."""
+    where: str
+    """Where its value is, in words."""
+    line: str
+    """The line that writes it; empty if it is unknown."""
+
+
+def _value_elsewhere(
+    evidence: Evidence, attention: Attention, names: AxisNames, key: Factor, slot_of: Mapping[tuple[int, ...], int]
 ) -> Finding | None:
     """Return a fault if the value of a token is in another slot than its key, or in one that is not read."""
-    where, line = "", ""
     try:
         value = Factor(evidence, attention, names, "value")
-        if value.tokens != key.tokens or value.target.shape[value.rows] != key.target.shape[key.rows]:
-            return None
-        for token, slot in slots.items():
-            rows = {row for _, row in value.changed(token)}
-            unread = [op for op in _unread(evidence, attention, key) if value.changes(token, op.inputs[-1])]
-            if len(rows) == 1 and rows != {slot}:
-                where, line = f"in slot {min(rows)}", next((op.source for op in unread), "")
-            elif not rows and unread:
-                where, line = "in a slot that is not read", unread[-1].source
-            if where:
-                break
+        lost = _first_elsewhere(evidence, attention, key, value, slot_of)
     except LostError:
-        unread = [] if "value" in attention.projections else _unread(evidence, attention, key)
-        if unread:
-            where, line, (token, slot) = "in a slot that is not read", unread[-1].source, next(iter(slots.items()))
-    if not where:
+        lost = _unread_without_projection(evidence, attention, key, slot_of)
+    if lost is None:
         return None
     return Finding(
         "cache",
         "The value of a token is not in the slot of its key: the weight of the key goes to another value.",
-        f"The key of token {list(token)} is in slot {slot} of the cache, and its value {where}.",
-        source=line or attention.value_product.op.source,
+        f"The key of token {list(lost.token)} is in slot {lost.slot} of the cache, and its value {lost.where}.",
+        source=lost.line or attention.value_product.op.source,
         fix="Write the key and the value of a token into the same slot.",
     )
+
+
+def _first_elsewhere(
+    evidence: Evidence, attention: Attention, key: Factor, value: Factor, slot_of: Mapping[tuple[int, ...], int]
+) -> _ValueElsewhere | None:
+    """Return the first token whose value is in another row than its key, or in none although it is written."""
+    if value.tokens != key.tokens or value.target.shape[value.rows] != key.target.shape[key.rows]:
+        return None
+    for token, slot in slot_of.items():
+        rows = {row for _, row in value.changed(token)}
+        unread = [op for op in _unread(evidence, attention, key) if value.changes(token, op.inputs[-1])]
+        if len(rows) == 1 and rows != {slot}:
+            return _ValueElsewhere(token, slot, f"in slot {min(rows)}", unread[0].source if unread else "")
+        if unread and not rows:
+            return _ValueElsewhere(token, slot, "in a slot that is not read", unread[-1].source)
+    return None
+
+
+def _unread_without_projection(
+    evidence: Evidence, attention: Attention, key: Factor, slot_of: Mapping[tuple[int, ...], int]
+) -> _ValueElsewhere | None:
+    """Return the first token, if values are written that nothing reads: they have no projection then."""
+    if "value" in attention.projections:
+        return None
+    unread = _unread(evidence, attention, key)
+    if not unread:
+        return None
+    token, slot = next(iter(slot_of.items()))
+    return _ValueElsewhere(token, slot, "in a slot that is not read", unread[-1].source)
 
 
 def _unread(evidence: Evidence, attention: Attention, key: Factor) -> list[Op]:
     """Return the operations that write what comes from the inputs into the memory of the values, and not the keys."""
     graph, product = evidence.run.graph, attention.value_product
-    values = factors_of(attention)["value"]
-    behind = graph.back(values, lambda op: not op.does("product", "convolution"))
+    behind = graph.back(factors_of(attention)["value"], lambda op: not op.does("product", "convolution"))
     storages = {step.tensor.storage for step in behind}
     of_keys = {op.index for op in between(graph.recording, {key.source.id}, key.target)}
-    writes = (op for op in evidence.writes if op.index < product.op.index and op.index not in of_keys)
-    return [
-        op
-        for op in writes
-        if op.inputs[0].storage in storages and len(op.inputs) > 1 and graph.comes_from_inputs(op.inputs[-1])
-    ]
+    unread = []
+    for op in evidence.writes:
+        if op.index >= product.op.index or op.index in of_keys or len(op.inputs) < 2:
+            continue
+        if op.inputs[0].storage in storages and graph.comes_from_inputs(op.inputs[-1]):
+            unread.append(op)
+    return unread
 
 
-def _empty(evidence: Evidence, attention: Attention, names: AxisNames, write: Op, own: int) -> Finding | None:
+def _empty(evidence: Evidence, attention: Attention, names: AxisNames, write: Op, newest: int) -> Finding | None:
     """Return a fault if slots after the new keys that nothing has been written into get weight."""
     sight = next((sight for sight in evidence.sights if sight.attention is attention), None)
-    heads = [content_of(evidence.run, attention, names, f"{side}_heads") for side in "kv"]
-    if sight is None or any(each is None or each.shape[2] != sight.keys for each in heads):
+    keys_in_heads = content_of(evidence.run, attention, names, "k_heads")
+    values_in_heads = content_of(evidence.run, attention, names, "v_heads")
+    if sight is None or keys_in_heads is None or values_in_heads is None:
         return None
-    blank = torch.stack([_blank(each) for each in heads if each is not None]).all(0)  # batch key
-    filled = ~blank[:, :own].all(1)  # else nobody has called the module with the tokens before
+    if not keys_in_heads.shape[2] == values_in_heads.shape[2] == sight.keys:
+        return None
+    blank = _blank(keys_in_heads) & _blank(values_in_heads)  # batch key
+    filled = ~blank[:, :newest].all(1)  # else nobody has called the module with the tokens before
     starts = evidence.arguments.starts_at_zero()
     weighed = (sight.seen & (blank & (filled | starts)[:, None])[:, None].cpu()).any(0).any(0)
     keys = weighed.nonzero().flatten().tolist()
     if not keys:
         return None
-    where = "behind" if keys[-1] > own else "before"
+    where = "behind" if keys[-1] > newest else "before"
     return Finding(
         "cache",
         f"Empty slots of the cache get weight: they are {where} the newest key, and no token was written into them.",
-        f"The newest key is in slot {own}; {plural(len(keys), 'slot')} of zeros from slot {keys[0]} on get weight.",
+        f"The newest key is in slot {newest}; {plural(len(keys), 'slot')} of zeros from slot {keys[0]} on get weight.",
         sure=where == "behind",
         source=write.source,
         fix="Cut the cache to the tokens so far, or mask out the other slots.",
@@ -243,4 +285,5 @@ def _empty(evidence: Evidence, attention: Attention, names: AxisNames, write: Op
 
 
 def _blank(heads: Tensor) -> Tensor:
+    """Return `batch key` from `batch kv_heads key head_dim`: True where a key is zeros in all heads."""
     return (heads == 0).all(-1).all(1)

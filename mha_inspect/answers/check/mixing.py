@@ -1,0 +1,121 @@
+"""Check that tokens have an effect on each other: one token is changed, and the other positions are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ...graph.rerun import between
+from ...naming.visibility import kinds_of
+from ...record.ops import Op
+from ...reports.check import Finding
+from .batch_items import changes_beside
+from .evidence import Evidence, NotPossibleError
+
+
+def mixing(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a fault if tokens have no effect on each other although no mask separates them."""
+    if not evidence.follows or evidence.source.length < 2:
+        raise NotPossibleError("the output has no entry for each token")
+    reach = evidence.reach_in_bits
+    if all(attention.is_over_memory for attention, _ in evidence.run.attentions):
+        raise NotPossibleError("the keys are parameters, so no token attends to another")
+    if evidence.padded is not None and int((~evidence.padded[0]).sum()) < 2:
+        raise NotPossibleError("batch item 0 has one real token: all others are padding")
+    if any(changes_beside(changed[:1], token) for token, changed in reach.items()):
+        finding = _of_unmoved_position(evidence, reach)
+    else:
+        finding = _of_no_effect(evidence, reach)
+    if finding is not None:
+        yield finding
+
+
+# -- no token has an effect -------------------------------------------------------------------------------------------
+
+
+def _of_no_effect(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
+    """Return the fault that no token changes another position; None if there is another reason for it."""
+    if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
+        return None  # the check `batch` reports this
+    if _has_keys_of_another_source(evidence):
+        return None
+    if any(sight.is_top_left for sight in evidence.sights):
+        raise NotPossibleError("the mask hides the keys of all tokens of this call")
+    if _is_muted(evidence):
+        raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
+    tried = [token for token in reach if token in evidence.seen_by_others] or list(reach)
+    return Finding(
+        "mixing",
+        "No token has an effect on another: attention runs over heads or features instead of positions, or its "
+        "result is unused.",
+        f"Changing token {' or '.join(map(str, tried))} of {evidence.source.names[0]} leaves every other output "
+        "position unchanged, bit for bit.",
+        sure=not all(sight.alone for sight in evidence.sights),
+        source=evidence.scores_line,
+        fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
+    )
+
+
+def _has_keys_of_another_source(evidence: Evidence) -> bool:
+    """Return whether tokens of another argument change the output, or every attention is over another source."""
+    further = evidence.reach_of_others.values()
+    if all("cross" in kind for kind in kinds_of(evidence.run)):
+        return True
+    return any(bool((changed[0] > 0).any()) for changed in further)
+
+
+def _is_muted(evidence: Evidence) -> bool:
+    """Return whether the result of attention is multiplied by a parameter or gate of zeros on the way to the output."""
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = _path_to_outputs(evidence, contexts)
+    on_path = contexts.union(output.id for op in path for output in op.outputs)
+    for op in path:
+        if not op.does("product") and not op.does("scales"):
+            continue
+        for factor in op.inputs:
+            if factor.id in on_path or factor.numel < 2:
+                continue
+            value = evidence.content(factor)
+            if value is not None and not bool(value.any()):
+                return True
+    return False
+
+
+def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:
+    """Return the operations from the results of attention, by tensor id, to the outputs of the forward."""
+    recording = evidence.run.recording
+    path: list[Op] = []
+    for named in recording.outputs:
+        path += between(recording, contexts, named.tensor)
+    return path
+
+
+# -- a token has no effect on one position ----------------------------------------------------------------------------
+
+
+def _of_unmoved_position(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
+    """Return the fault of a token that leaves a position as it is, although every query sees every key."""
+    length = evidence.source.length
+    sights = evidence.sights
+    if not sights or not all(sight.open and sight.queries == length == sight.keys for sight in sights):
+        return None
+    # A weight close to zero changes no output: the softmax is saturated.
+    counts = torch.stack([sight.heavy for sight in sights]).all(0)  # query key
+    if evidence.padded is not None:
+        counts &= ~evidence.padded[0][:, None]
+    for token, changed in reach.items():
+        unmoved = ~(changed[0] > 0) & counts[:, token]
+        if not bool(unmoved.any()):
+            continue
+        position = int(unmoved.nonzero()[0])
+        return Finding(
+            "mixing",
+            f"Token {token} has no effect on position {position}, although no mask separates them.",
+            f"Changing token {token} leaves {int(unmoved.sum())} of {length} positions unchanged, bit for bit. No "
+            "score is masked.",
+            source=evidence.scores_line,
+            fix="Split heads with view(batch, positions, heads, head_dim), then transpose(1, 2).",
+        )
+    return None
