@@ -10,7 +10,6 @@ no knowledge of the code are tried: an axis, a cut, sizes of a view, parts of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
@@ -18,7 +17,8 @@ from torch import Tensor
 from ... import text
 from ...record.ops import Op
 from .facts import BROADCASTS, VIEWS, Facts, Operand, first_clash
-from .tried import Edit, Fix, of_shape
+from .suspect import Suspect
+from .tried import Edit, Fix, of_shape, runs
 
 _LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
@@ -28,17 +28,15 @@ _NEAR = 8
 """Operations between a cut of a projection and the call that fails."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mismatch:
-    """What does not fit in a call, and edits with which it may run."""
-
-    name: str
-    """One of `causes.CAUSES`."""
-    explanation: str
-    fixes: tuple[Fix, ...]
+def mismatch_with_edit(facts: Facts) -> Suspect | None:
+    """Return what does not fit in the failing call, where it runs with an edit; else None."""
+    for suspect in _mismatches(facts):
+        if any(runs(facts.call, fix) for fix in suspect.fixes):
+            return suspect
+    return None
 
 
-def mismatches(facts: Facts) -> Iterator[Mismatch]:
+def _mismatches(facts: Facts) -> Iterator[Suspect]:
     """Yield what does not fit in the failing call; nothing if no edit is known."""
     if facts.base in BROADCASTS | _LOGICAL and len(facts.operands) == 2:
         left, right = facts.operands
@@ -53,7 +51,7 @@ def mismatches(facts: Facts) -> Iterator[Mismatch]:
 # -- axes and sizes of two operands -----------------------------------------------------------------------------------
 
 
-def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
+def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Suspect]:
     """Judge an operand of fewer dimensions that fits the other one with an axis of size one."""
     if len(left.shape) == len(right.shape):
         return
@@ -75,7 +73,7 @@ def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Misma
             f"{fewer.is_shape}, {text.plural(len(fewer.shape), 'dimension')}; {more.text} has {len(more.shape)}: "
             f"{_called(fewer)} lacks one for {axis}."
         )
-        yield Mismatch("lacks_an_axis", what, (fix,))
+        yield Suspect("lacks_an_axis", what, (fix,))
         return
 
 
@@ -93,7 +91,7 @@ def _called(operand: Operand) -> str:
     return operand.variable or operand.name
 
 
-def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
+def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Suspect]:
     """Judge two operands that differ in the size of one dimension: a mask of all keys, or a table for all features."""
     place = first_clash(left.shape, right.shape)
     if place is None:
@@ -117,10 +115,10 @@ def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
         keys = "keys" if place == -1 else "queries"
         what += f" One covers {has} {keys}, the other {wanted}."
         last_ones = Fix(f"{last.text} for the last {wanted} {keys}, as a cache of the latest keeps", last.edits)
-        yield Mismatch("mask_size", what, (last_ones, Fix(f"{first.text} for the first {wanted}", first.edits)))
+        yield Suspect("mask_size", what, (last_ones, Fix(f"{first.text} for the first {wanted}", first.edits)))
         return
     fixes = (Fix(f"make {_called(longer)} for {wanted} features, or take {first.text}", first.edits),)
-    yield Mismatch("table_size", f"{what} The table is for {has} features.", fixes)
+    yield Suspect("table_size", f"{what} The table is for {has} features.", fixes)
 
 
 def _cut(operand: Operand, place: int, size: int, index: str, *, from_start: bool) -> Fix:
@@ -132,7 +130,7 @@ def _cut(operand: Operand, place: int, size: int, index: str, *, from_start: boo
 # -- views ------------------------------------------------------------------------------------------------------------
 
 
-def _sizes_of_view(facts: Facts) -> Iterator[Mismatch]:
+def _sizes_of_view(facts: Facts) -> Iterator[Suspect]:
     """Judge a view that takes one size of its operand twice, and another not at all."""
     operand, sizes = facts.operands[0], facts.sizes_of_view
     if -1 in sizes or not sizes or prod(sizes) == prod(operand.shape):
@@ -145,7 +143,7 @@ def _sizes_of_view(facts: Facts) -> Iterator[Mismatch]:
         if rest or sizes.count(size) < 2 or tuple(size for size in asked if size != 1) != kept:
             continue
         way = f"{operand.name}.reshape({', '.join(map(str, asked))})"
-        yield Mismatch(
+        yield Suspect(
             "view_sizes",
             f"{operand.is_shape}; {text.shape(sizes)} takes {size} twice.",
             (Fix(way, [(operand, of_shape(asked))], function=_reshaped(asked)),),
@@ -156,7 +154,7 @@ def _sizes_of_view(facts: Facts) -> Iterator[Mismatch]:
 # -- parts of a projection --------------------------------------------------------------------------------------------
 
 
-def _parts_of_projection(facts: Facts) -> Iterator[Mismatch]:
+def _parts_of_projection(facts: Facts) -> Iterator[Suspect]:
     """Judge equal parts of a packed projection whose parts are not equal: few keys and values for many queries."""
     operand, wanted = _features_wanted(facts)
     if operand is None or not operand.shape or operand.shape[-1] == wanted:
@@ -168,7 +166,7 @@ def _parts_of_projection(facts: Facts) -> Iterator[Mismatch]:
         return
     each = rest // 2
     way = f"split([{wanted}, {each}, {each}], -1) in the place of three equal parts"
-    yield Mismatch(
+    yield Suspect(
         "unequal_parts",
         f"{operand.name} has {has} features, a third of {whole}; {wanted} are expected. With fewer key heads than "
         f"query heads, {whole} are {wanted} of q, {each} of k and {each} of v.",
@@ -209,7 +207,7 @@ def _cut_from(facts: Facts, operand: Operand) -> int:
 # -- the rows of W_o --------------------------------------------------------------------------------------------------
 
 
-def _rows_of_output(facts: Facts) -> Iterator[Mismatch]:
+def _rows_of_output(facts: Facts) -> Iterator[Suspect]:
     """Judge an output projection made for the width of the keys, where the values have another."""
     heads = {name: facts.reached.stages.get(f"{name}_heads") for name in "qv"}
     if facts.pair is None or heads["q"] is None or heads["v"] is None:
@@ -222,7 +220,7 @@ def _rows_of_output(facts: Facts) -> Iterator[Mismatch]:
         return
     (asked, width), of_values = (weight.shape, heads["v"].shape[-1])
     right = (count * of_values, width)
-    yield Mismatch(
+    yield Suspect(
         "output_rows",
         f"{weight.name} has {asked} rows, {count} heads of {heads['q'].shape[-1]} features as the keys have; the "
         f"context has {count} heads of {of_values}, as the values have.",

@@ -6,7 +6,6 @@ query heads are split into groups, `batch kv_heads group query head_dim`, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
@@ -16,19 +15,11 @@ from ...measure.repeats import row_of_each
 from ...naming.pattern import dims_of
 from .facts import HEADS, SEQUENCES, Facts, Operand, first_clash
 from .reached import PRODUCTS, SDPA
+from .suspect import Suspect
 from .tried import Fix
 
 
-@dataclass(frozen=True)
-class HeadsClash:
-    """Two factors with different numbers of heads."""
-
-    name: str
-    explanation: str
-    fixes: tuple[Fix, ...] = ()
-
-
-def heads_clash(facts: Facts, left: Operand, right: Operand) -> HeadsClash | None:
+def heads_clash(facts: Facts, left: Operand, right: Operand) -> Suspect | None:
     """Return why the heads of queries or weights do not fit those of keys or values; None if another axis clashes."""
     places = _clashing(facts, left, right)
     if places is None:
@@ -51,7 +42,7 @@ def heads_clash(facts: Facts, left: Operand, right: Operand) -> HeadsClash | Non
     return _no_multiple(left, right, kv_heads)
 
 
-def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int, int]) -> HeadsClash | None:
+def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int, int]) -> Suspect | None:
     place, other = places
     heads, kv_heads = left.shape[place], right.shape[other]
     each, rest = divmod(heads, kv_heads)
@@ -72,10 +63,10 @@ def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int
         what = f"{left.name} has {heads} heads of all batch items and {right.name} has {kv_heads}"
     else:
         what = f"{left.name} has {heads} heads and {right.name} has {kv_heads}"
-    return HeadsClash("heads_not_repeated", f"{what}, each shared by {each} query heads.", tuple(fixes))
+    return Suspect("heads_not_repeated", f"{what}, each shared by {each} query heads.", tuple(fixes))
 
 
-def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, heads: int) -> HeadsClash | None:
+def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, heads: int) -> Suspect | None:
     """Return the clash of heads whose tokens were repeated in their place, `batch kv_heads (key 4) head_dim`.
 
     None if the tokens of keys or values are not there as often as each head is missing.
@@ -101,7 +92,7 @@ def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, 
     shared = [
         o for o in facts.factors if o.part != "query" and o.shape[heads : heads + 1] == right.shape[heads : heads + 1]
     ]
-    return HeadsClash("heads_not_repeated", what, (Fix(way, [(o, edit) for o in shared or [right]]),))
+    return Suspect("heads_not_repeated", what, (Fix(way, [(o, edit) for o in shared or [right]]),))
 
 
 def _right_repeat(facts: Facts, right: Operand, heads: int, sequence: int) -> str:
@@ -120,15 +111,15 @@ def _right_repeat(facts: Facts, right: Operand, heads: int, sequence: int) -> st
     return f"repeat the heads, not the sequence, of keys and values{where}"
 
 
-def _repeated_otherwise(left: Operand, right: Operand, once: int, other: int) -> HeadsClash:
+def _repeated_otherwise(left: Operand, right: Operand, once: int, other: int) -> Suspect:
     heads, kv_heads = _heads_of(left), right.shape[other]
     times = kv_heads // once
     what = f"{left.name} has {heads} heads and {right.name} has {kv_heads}: {once} heads repeated {times} times."
     way = f"make {heads // once} of each of the {once} heads of keys and values"
-    return HeadsClash("heads_not_repeated", what, (Fix(way),))
+    return Suspect("heads_not_repeated", what, (Fix(way),))
 
 
-def _without_group(left: Operand, right: Operand) -> HeadsClash | None:
+def _without_group(left: Operand, right: Operand) -> Suspect | None:
     """Explain queries `batch kv_heads group query head_dim` with keys that have no dimension for the group."""
     place = right.place(*HEADS)
     if place is None:
@@ -136,10 +127,10 @@ def _without_group(left: Operand, right: Operand) -> HeadsClash | None:
     groups, heads = text.shape(left.shape), text.shape(right.shape)
     what = f"{left.name} has groups of query heads, {groups}; {right.name} has no dimension for the group, {heads}."
     way = f"use {right.variable}.unsqueeze({place + 1}) on keys and values: one key head for each group of query heads"
-    return HeadsClash("heads_not_repeated", what, (Fix(way, [(right, lambda tensor: tensor.unsqueeze(place + 1))]),))
+    return Suspect("heads_not_repeated", what, (Fix(way, [(right, lambda tensor: tensor.unsqueeze(place + 1))]),))
 
 
-def _no_multiple(left: Operand, right: Operand, kv_heads: int) -> HeadsClash:
+def _no_multiple(left: Operand, right: Operand, kv_heads: int) -> Suspect:
     heads = _heads_of(left)
     sizes = [size for place, size in enumerate(left.shape) if _is_of_heads(left, place) and size > 1]
     split = f" in {len(sizes)} dimensions ({' and '.join(map(str, sizes))})" if len(sizes) > 1 else ""
@@ -149,7 +140,7 @@ def _no_multiple(left: Operand, right: Operand, kv_heads: int) -> HeadsClash:
     else:
         what += f" {heads} is no multiple of {kv_heads}, so query heads cannot share key heads."
         way = f"use {heads} key heads, or a number that divides {heads}"
-    return HeadsClash("heads_differ", what, (Fix(way),))
+    return Suspect("heads_differ", what, (Fix(way),))
 
 
 def _clashing(facts: Facts, left: Operand, right: Operand) -> tuple[int, int] | None:

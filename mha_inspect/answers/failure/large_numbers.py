@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .facts import Facts
+from .suspect import Suspect
 from .tried import Fix
 
 
-@dataclass(frozen=True, eq=False)
-class TooLarge:
-    """What does not fit, and the fix."""
-
-    explanation: str
-    fixes: tuple[Fix, ...]
-
-
-def number_too_large(facts: Facts) -> TooLarge | None:
+def number_too_large(facts: Facts) -> Suspect | None:
     """Return a finite number of the failing call that the dtype of its first operand lacks; None without one."""
     operand = next(iter(facts.operands), None)
     if operand is None or not operand.given.value.is_floating_point():
@@ -35,7 +27,8 @@ def number_too_large(facts: Facts) -> TooLarge | None:
         if not is_number or not math.isfinite(value) or abs(value) <= limits.max:
             continue
         bound, end = (limits.min, "min") if value < 0 else (limits.max, "max")
-        return TooLarge(
+        return Suspect(
+            "number_too_large",
             f"{operand.name} is {operand.dtype}, and its {'smallest' if value < 0 else 'largest'} number is "
             f"{bound:,.6g}: {value:g} does not fit.",
             (

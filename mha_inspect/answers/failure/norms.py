@@ -5,27 +5,19 @@ Models differ in where they normalise queries and keys: before they are split in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ... import text
 from .facts import BROADCASTS, HEADS, Facts, Operand
+from .suspect import Suspect
 from .tried import Fix, of_shape
 
 _NORMS = ("layer_norm", "rms_norm")
 
 
-@dataclass(frozen=True)
-class NormOfWhole:
-    """What is wrong as a sentence, and its fixes."""
-
-    explanation: str
-    fixes: tuple[Fix, ...]
-
-
-def norm_of_whole(facts: Facts) -> NormOfWhole | None:
+def norm_of_whole(facts: Facts) -> Suspect | None:
     """Return why a norm does not fit its input, if it is for all heads together; else None."""
     given = _input_and_features(facts)
     if given is None:
@@ -52,7 +44,7 @@ def norm_of_whole(facts: Facts) -> NormOfWhole | None:
         f"already split into heads, {text.shape(x.shape)}."
     )
     before = Fix(f"apply {name} before the heads are split", [(x, joined)])
-    return NormOfWhole(what, (before, _of_each_head(facts, weight, head_dim)))
+    return Suspect("norm_of_whole", what, (before, _of_each_head(facts, weight, head_dim)))
 
 
 def _input_and_features(facts: Facts) -> tuple[Operand, Operand | None, int] | None:

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from ... import text
 from .facts import BROADCASTS, Facts, Operand, first_clash
+from .suspect import Suspect
 from .tried import Edit, Fix
 
 
-@dataclass(frozen=True)
-class TransposedTable:
-    """What is wrong as a sentence, and its fixes."""
-
-    explanation: str
-    fixes: tuple[Fix, ...]
-
-
-def transposed_table(facts: Facts) -> TransposedTable | None:
+def transposed_table(facts: Facts) -> Suspect | None:
     """Return why a table does not fit, if its positions are in the dimension of the batch; else None."""
     if facts.base not in BROADCASTS or len(facts.operands) != 2:
         return None
@@ -50,7 +42,7 @@ def transposed_table(facts: Facts) -> TransposedTable | None:
     )
     if is_cut:
         what += f" The cut is along dimension {one} of the table, which has size 1."
-    return TransposedTable(what, tuple(_fixes(table, x, place, is_cut=is_cut)))
+    return Suspect("table_transposed", what, tuple(_fixes(table, x, place, is_cut=is_cut)))
 
 
 def _fixes(table: Operand, x: Operand, place: int, *, is_cut: bool) -> Iterator[Fix]:

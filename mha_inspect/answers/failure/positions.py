@@ -6,24 +6,16 @@ Such a view succeeds, and the forward fails later. The numbers of positions befo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ...graph.dataflow import Graph
 from ...record.ops import Op
 from .facts import BROADCASTS, Facts, Operand
 from .reached import SDPA, behind_of
+from .suspect import Suspect
 from .tried import Fix, of_shape
 
 
-@dataclass(frozen=True)
-class SplitView:
-    """The wrong view as a sentence, and its fixes."""
-
-    explanation: str
-    fixes: tuple[Fix, ...]
-
-
-def split_positions(facts: Facts) -> SplitView | None:
+def split_positions(facts: Facts) -> Suspect | None:
     """Return the view that explains the sizes which clash in the failing call; None if there is none."""
     graph = facts.reached.graph
     for op in _splits(graph):
@@ -35,7 +27,7 @@ def split_positions(facts: Facts) -> SplitView | None:
                 f"{name} has {tokens} tokens of {width} features, and the view at {op.source} makes {positions} "
                 f"positions of them: {heads} heads of {head_dim} are {heads * head_dim} features."
             )
-            return SplitView(says, tuple(_fixes(facts, op, operand, stand_in)))
+            return Suspect("wrong_head_dim", says, tuple(_fixes(facts, op, operand, stand_in)))
     return None
 
 
