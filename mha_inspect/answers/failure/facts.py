@@ -220,7 +220,7 @@ class _Names:
     recording: Recording
     variables: Mapping[int, str]
     """TensorRef id to variable of the user's frame."""
-    known: Mapping[int, str]
+    names: Mapping[int, str]
     """TensorRef id to variable, or else to the path of a parameter or buffer, or to an attribute of the module."""
     path: str
     """The module of the line."""
@@ -241,7 +241,7 @@ class _Names:
 
     def written(self, tensor: TensorRef) -> str:
         """Return source code for a tensor; empty if unknown."""
-        return written(self.recording, tensor, self.known, self.path)
+        return written(self.recording, tensor, self.names, self.path)
 
 
 def _operand_of(given: Given, number: int, reached: Reached, names: _Names) -> Operand:

@@ -69,8 +69,10 @@ class Reached:
 
     def of(self, tensor: TensorRef) -> str:
         """Return the axes of a tensor as a pattern; its sequence is that of the nearest earlier stage."""
-        nearest = (self.sides[t.id] for t in islice(behind_of(self.graph, tensor), _FAR) if t.id in self.sides)
-        return self._pattern(tensor, next(nearest, ""))
+        for source in islice(behind_of(self.graph, tensor), _FAR):
+            if source.id in self.sides:
+                return self._pattern(tensor, self.sides[source.id])
+        return self._pattern(tensor, "")
 
     def of_stage(self, stage: str) -> str:
         """Return the axes of a stage."""
@@ -110,8 +112,9 @@ class Reached:
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Return whether this is the scores, possibly scaled or masked; the context does not count."""
         scores = self.stages.get("scores")
-        steps = self.graph.back(tensor, self.graph.passes_on)
-        return scores is not None and any(step.tensor.id == scores.id for step in steps)
+        if scores is None:
+            return False
+        return any(step.tensor.id == scores.id for step in self.graph.back(tensor, self.graph.passes_on))
 
     def is_table(self, tensor: TensorRef) -> bool:
         """Return whether a tensor is computed from parameters or buffers and from no argument."""
