@@ -174,7 +174,7 @@ def _are_alike(sizes: Shape, shape: Shape) -> bool:
 def _parts_of_projection(facts: Facts) -> Iterator[Suspect]:
     """Judge equal parts of a packed projection whose parts are not equal: few keys and values for many queries."""
     operand, wanted = _features_wanted(facts)
-    if operand is None or not operand.shape or operand.shape[-1] == wanted:
+    if operand is None or operand.shape[-1] == wanted:
         return
     has, whole = operand.shape[-1], _cut_from(facts, operand)
     # The features of k and v together.
@@ -193,7 +193,7 @@ def _parts_of_projection(facts: Facts) -> Iterator[Suspect]:
 
 def _features_wanted(facts: Facts) -> tuple[Operand | None, int]:
     """Return the input of a call and the features that it takes: those of its weight, or of the heads of a view."""
-    if not facts.operands:
+    if not facts.operands or not facts.operands[0].shape:
         return None, 0
     operand = facts.operands[0]
     if facts.base in _TAKES_FEATURES and len(facts.operands) > 1:

@@ -26,7 +26,7 @@ class _Split:
     @property
     def width(self) -> int:
         """The features that are split."""
-        return self.x.shape[-1] if self.x.shape else 0
+        return self.x.shape[-1]
 
 
 def _viewed(facts: Facts) -> Operand | None:
@@ -37,7 +37,7 @@ def _viewed(facts: Facts) -> Operand | None:
 def _split(facts: Facts) -> _Split | None:
     """Return how a view splits the last dimension; None if it changes others too."""
     x, sizes = _viewed(facts), facts.sizes_of_view
-    if x is None or len(sizes) != len(x.shape) + 1 or sizes[:-2] != x.shape[:-1]:
+    if x is None or not x.shape or len(sizes) != len(x.shape) + 1 or sizes[:-2] != x.shape[:-1]:
         return None
     heads, head_dim = sizes[-2:]
     return _Split(x, heads, head_dim)
