@@ -182,17 +182,23 @@ class ComparableRun:
     # -- rounding -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _pair(self) -> tuple[ComparableRun, ComparableRun, float]:
-        """The measured run, the exact run in float64, and the factor of the measured error.
+    def _pair(self) -> _Measured:
+        """Two runs that show the rounding error.
 
         float64 itself is measured by a copy in float32. With random elements, both runs are copies.
         """
         dtype = getattr(torch, self.dtype)
         is_exact = dtype == torch.float64
         exact = self if is_exact and not self.drops else self._in(torch.float64)
-        measured = self._in(torch.float32 if is_exact else dtype) if is_exact or self.drops else self
+        if is_exact:
+            run = self._in(torch.float32)
+        elif self.drops:
+            run = self._in(dtype)
+        else:
+            run = self
         # Half a digit refers to the run's own dtype.
-        return measured, exact, 1.0 if self.measured_against == "half a digit" else beside(dtype)[1]
+        unit = 1.0 if self.measured_against == "half a digit" else beside(dtype)[1]
+        return _Measured(run, exact, unit)
 
     def _in(self, dtype: torch.dtype) -> ComparableRun:
         """Return the run of a copy in another dtype, in eval mode if the module drops elements.
@@ -228,27 +234,43 @@ class ComparableRun:
         A query with every key masked out has no defined result, so it has no rounding error. `as_made` is for stages
         that are compared in their own axes.
         """
-        measured, exact, unit = self._pair
+        pair = self._pair
         if as_made:
-            plain, finer = (run.as_made(place, stage) for run in (measured, exact))
-            return 0.0 if plain is None or finer is None else rounding_error(plain, finer) * unit
-        contents = [run.content(place, stage) for run in (measured, exact)]
-        ours, theirs = (content if content is None else _without(stage, content, rows) for content in contents)
-        return 0.0 if ours is None or theirs is None else stage_noise(stage, ours, theirs, like) * unit
+            return pair.error(pair.run.as_made(place, stage), pair.exact.as_made(place, stage))
+        content, exact = pair.run.content(place, stage), pair.exact.content(place, stage)
+        if content is None or exact is None:
+            return 0.0
+        return stage_noise(stage, _without(stage, content, rows), _without(stage, exact, rows), like) * pair.unit
 
     def further_floor(self, name: str) -> float:
         """Return the rounding error of another tensor that the forward returns; 0 if a copy does not return it."""
-        measured, exact, unit = self._pair
-        ours, theirs = (run.further.get(name) for run in (measured, exact))
-        return 0.0 if ours is None or theirs is None else rounding_error(ours, theirs) * unit
+        pair = self._pair
+        return pair.error(pair.run.further.get(name), pair.exact.further.get(name))
 
     def output_floor(self, rows: Rows) -> float:
         """Return the rounding error of the output; these queries are excluded if the output begins `batch query`."""
-        measured, exact, unit = self._pair
+        pair = self._pair
         weights = self.content(len(self.attentions) - 1, "weights") if rows else None
-        by_query = weights is not None and measured.output.shape[:2] == (weights.shape[0], weights.shape[2])
-        ours, theirs = (_without("output", run.output, rows if by_query else ()) for run in (measured, exact))
-        return rounding_error(ours, theirs) * unit
+        by_query = weights is not None and pair.run.output.shape[:2] == (weights.shape[0], weights.shape[2])
+        excluded = rows if by_query else ()
+        return pair.error(
+            _without("output", pair.run.output, excluded), _without("output", pair.exact.output, excluded)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """Two runs of one subject that show its rounding error."""
+
+    run: ComparableRun
+    exact: ComparableRun
+    """The run in float64."""
+    unit: float
+    """The factor from their distance to the rounding error."""
+
+    def error(self, content: Tensor | None, exact: Tensor | None) -> float:
+        """Return the rounding error of a tensor of both runs; 0 if one of them lacks it."""
+        return 0.0 if content is None or exact is None else rounding_error(content, exact) * self.unit
 
 
 def _steps(run: Run) -> list[tuple[str, ...]]:
@@ -315,16 +337,23 @@ class Comparison:
     @cached_property
     def masked(self) -> list[Rows]:
         """For each pair of attentions the queries with every key masked out, on either side."""
-        sides = (self.left, self.right)
-        every = range(max(len(side.attentions) for side in sides))
-        return [tuple(sorted({row for side in sides for row in side.masked_queries(place)})) for place in every]
+        count = max(len(self.left.attentions), len(self.right.attentions))
+        masked = []
+        for place in range(count):
+            rows = {*self.left.masked_queries(place), *self.right.masked_queries(place)}
+            masked.append(tuple(sorted(rows)))
+        return masked
 
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
         for place in range(len(self.masked)):
-            both = [run.attentions[place][0].stages for run in (self.left, self.right) if place < len(run.attentions)]
-            names = [stage for stage in STAGES if any(stage in stages for stages in both)]
-            yield from (self._compared(place, stage, measured=measured) for stage in names)
+            names: set[str] = set()
+            for run in (self.left, self.right):
+                if place < len(run.attentions):
+                    names.update(run.attentions[place][0].stages)
+            for stage in STAGES:
+                if stage in names:
+                    yield self._compared(place, stage, measured=measured)
 
     def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
         """Return a stage on both sides, with the difference if it is to be measured and can be."""
@@ -365,13 +394,13 @@ class Comparison:
 
     def _compared_as_made(self, place: int, stage: str, unknown: ComparedStage) -> ComparedStage:
         """Compare a stage without canonical axes, e.g. of windows, if both sides have it in the same shape and axes."""
-        axes = {run.axes(place, stage) for run in (self.left, self.right)}
-        left, right = (run.as_made(place, stage) for run in (self.left, self.right))
-        if len(axes) > 1 or left is None or right is None or left.shape != right.shape:
+        axes = self.left.axes(place, stage)
+        left, right = self.left.as_made(place, stage), self.right.as_made(place, stage)
+        if axes != self.right.axes(place, stage) or left is None or right is None or left.shape != right.shape:
             return unknown
         floors = (run.floor(place, stage, left, (), as_made=True) for run in self.measured or (self.left, self.right))
         difference = compare_stage(stage, left, right, lambda: max(floors))
-        return ComparedStage(place, stage, left, right, replace(difference, compared=axes.pop()))
+        return ComparedStage(place, stage, left, right, replace(difference, compared=axes))
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""
@@ -428,4 +457,6 @@ def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:
     """Return `differs` if any verdict is that, otherwise `inconclusive` if any is, otherwise `same`."""
-    return "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
+    if "differs" in verdicts:
+        return "differs"
+    return "inconclusive" if "inconclusive" in verdicts else "same"

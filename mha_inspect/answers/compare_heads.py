@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
 from math import log
@@ -75,45 +75,35 @@ def compare_heads(
     learners: list[Learner] = []
     focuses: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
-    effects: dict[str, None] = {}
-    unlike: dict[str, None] = {}
-    shapes: list[dict[str, tuple[int, ...]]] = []
-    shares_keys = False
-    all_nan = True
+    observed: list[_Observed] = []
     for num_heads, subject in counted:
         run = HeadRun(num_heads, subject) if rows else baseline
         copied.append(copy_weights(baseline, run) if rows else CopiedWeights(True))
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, copied[-1], rows))
-        shapes.append(_canonical_shapes(run))
-        shares_keys = shares_keys or _shares_keys(run)
+        observed.append(_Observed.of(baseline, run, masked))
         if steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
             focuses += focus_of_run(run)
+        if time:
+            flops.append(_flops_of(run.run))
         if see is not None:
             see(num_heads, run)
-        flops.append(_flops_of(run.run) if time else ())
-        if run is not baseline:
-            unlike.update(dict.fromkeys(_unlike_masks(baseline, run)))
-        if masked:
-            effects[fate_of(run.content(0, "weights"), masked)] = None
-        all_nan = all_nan and bool(run.returned.isnan().all())
         if run is not baseline:
             run.forget()
-    learners = in_the_same_parts(learners)
-    training = compare_training(learners, steps, tick) if steps else None
+    training = compare_training(in_the_same_parts(learners), steps, tick) if steps else None
     return CompareHeadsReport(
         environment=environment_of(baseline.subject),
         layer=layer_of(baseline.subject),
         baseline=baseline.num_heads,
         counts=tuple(rows),
-        stages=_stages(shapes, shares_keys=shares_keys),
+        stages=_stages(observed),
         outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
-            *answer(rows, copied, all_nan=all_nan),
-            *unlike,
-            *_masked(baseline, masked, list(effects)),
+            *answer(rows, copied, all_nan=all(count.is_nan for count in observed)),
+            *_once(count.unlike_masks for count in observed),
+            *_masked(baseline, masked, _once(count.fate for count in observed)),
             *unlike_dot(baseline.run),
         ),
         training=training,
@@ -123,16 +113,49 @@ def compare_heads(
     )
 
 
-def _unlike_masks(baseline: HeadRun, run: HeadRun) -> Iterator[str]:
-    """Yield how the masks of a head count differ from those of the baseline: that is no effect of the split."""
-    called = Where(*(f"with {plural(each.num_heads, 'head')}" for each in (baseline, run)))
+@dataclass(frozen=True)
+class _Observed:
+    """What the run of one head count shows, which is compared after its tensors are gone."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of each stage of the first attention in canonical axes."""
+    shares_keys: bool
+    """Whether several heads of the first attention share a key and value head."""
+    unlike_masks: str
+    """A sentence about masks that differ from the baseline's; empty if they do not."""
+    fate: str
+    """What the weights of queries with every key masked out are; empty without such queries."""
+    is_nan: bool
+    """Whether the whole output is NaN."""
+
+    @classmethod
+    def of(cls, baseline: HeadRun, run: HeadRun, masked: Rows) -> _Observed:
+        """Return what a run shows beside the baseline, which may be the same run."""
+        names = run.attentions[0][1]
+        return cls(
+            shapes=_canonical_shapes(run),
+            shares_keys=names.num_kv_heads != names.num_heads,
+            unlike_masks="" if run is baseline else _unlike_masks(baseline, run),
+            fate=fate_of(run.content(0, "weights"), masked) if masked else "",
+            is_nan=bool(run.returned.isnan().all()),
+        )
+
+
+def _once(sentences: Iterable[str]) -> list[str]:
+    """Return sentences without empty and repeated ones, in order."""
+    return [sentence for sentence in dict.fromkeys(sentences) if sentence]
+
+
+def _unlike_masks(baseline: HeadRun, run: HeadRun) -> str:
+    """Return how the masks of a head count differ from those of the baseline: that is no effect of the split."""
+    called = Where(f"with {plural(baseline.num_heads, 'head')}", f"with {plural(run.num_heads, 'head')}")
     for place in range(min(len(baseline.attentions), len(run.attentions))):
         if _masks_by_scores(baseline, place) or _masks_by_scores(run, place):
             continue  # e.g. the best keys of each head: that is an effect of the split
         sentence = visible_pairs(baseline, run, place, called)
         if sentence:
-            yield f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
-            return
+            return f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
+    return ""
 
 
 def _masks_by_scores(run: HeadRun, place: int) -> bool:
@@ -140,8 +163,8 @@ def _masks_by_scores(run: HeadRun, place: int) -> bool:
     recording, (attention, _) = run.run.recording, run.attentions[place]
     scores = attention.score_product.op.output
     for op in attention.masks:
-        made = [each for each in op.inputs if each.id == scores.id or between(recording, {scores.id}, each)]
-        if len(made) > 1:
+        of_scores = [read for read in op.inputs if read.id == scores.id or between(recording, {scores.id}, read)]
+        if len(of_scores) > 1:
             return True
     return False
 
@@ -152,39 +175,36 @@ def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:
     return {stage: tuple(content.shape) for stage, content in contents.items() if content is not None}
 
 
-def _shares_keys(run: HeadRun) -> bool:
-    """Return whether several heads of the first attention share a key and value head."""
-    names = run.attentions[0][1]
-    return names.num_kv_heads != names.num_heads
-
-
-def _stages(counted: Sequence[dict[str, tuple[int, ...]]], *, shares_keys: bool) -> tuple[StageShapes, ...]:
+def _stages(observed: Sequence[_Observed]) -> tuple[StageShapes, ...]:
     """Return the shapes of each stage, from those of each head count.
 
     Keys and values have `kv_heads` where heads share them, and `heads` otherwise, as in `trace`.
     """
-    there = {stage for shapes in counted for stage in shapes}
+    shares_keys = any(count.shares_keys for count in observed)
     stages: list[StageShapes] = []
     for stage in STAGES:
-        if stage in there:
+        shapes = tuple(count.shapes.get(stage) for count in observed)
+        if any(shape is not None for shape in shapes):
             axes = CANONICAL_AXES[stage] if shares_keys else CANONICAL_AXES[stage].replace("kv_heads", "heads")
-            stages.append(StageShapes(stage, axes, tuple(shapes.get(stage) for shapes in counted)))
+            stages.append(StageShapes(stage, axes, shapes))
     return tuple(stages)
 
 
-def _masked(baseline: HeadRun, masked: Rows, effects: list[str]) -> tuple[str, ...]:
+def _masked(baseline: HeadRun, masked: Rows, fates: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence about queries with every key masked out, in any head; none without such queries."""
-    weights = f"their weights are {listed(effects)}"
+    weights = f"their weights are {listed(fates)}"
     return (masked_sentence(masked, weights, baseline.masked_heads(0)),) if masked else ()
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
-    if run.drops:
+    if run.drops and run.subject.module.training:
         raise SpecError(
             f"{run.label} is in training mode, and dropout alone makes the outputs of all head counts differ. "
             "Use eval mode (--eval, .eval()), or no dropout."
-            if run.subject.module.training
-            else f"{run.label} draws random numbers in its forward, which alone make the outputs differ. "
+        )
+    if run.drops:
+        raise SpecError(
+            f"{run.label} draws random numbers in its forward, which alone make the outputs differ. "
             "Remove them, or draw them outside the forward and pass them as an argument."
         )
     if not run.attentions:
@@ -265,8 +285,8 @@ def _row(run: HeadRun, baseline: HeadRun, copied: CopiedWeights, before: Sequenc
         return row
     walk = _walk(baseline, run, row.verdict)
     why = reason(before[0], row, walk, copied)
-    start, sizes, _, end = why
-    return replace(row, first_differing_stage=walk.first, reason=f"{start}{sizes}{end}", _pieces=why)
+    sentence = f"{why.start}{why.sizes}{why.end}"
+    return replace(row, first_differing_stage=walk.first, reason=sentence, _pieces=why)
 
 
 def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
@@ -278,23 +298,31 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
     for place, rows in groupby(Comparison(baseline, run, (baseline,)).rows(), key=lambda row: row.place):
         if place >= places:
             break
-        walk = StageWalk()
-        for row in rows:
-            if row.difference is None or row.name in ("query", "key", "value"):
-                continue
-            differs = row.difference.verdict == "differs"
-            if walk.first is not None:
-                walk = walk._replace(rejoined=None if differs else walk.rejoined or row.name)
-            elif not differs:
-                walk = walk._replace(same=(*walk.same, row.name))
-            else:
-                rotated = bool(run.subject.made_with.get("rope"))
-                walk = walk._replace(first=row.name, note=_other_sizes(row), rotated=rotated)
-                if verdict == "differs":
-                    return walk
+        walk = _walk_of_attention(rows, run, verdict)
         if walk.first is not None:
             return walk
     return walk._replace(unnamed=_unnamed((baseline, run)))
+
+
+def _walk_of_attention(rows: Iterable[ComparedStage], run: HeadRun, verdict: Verdict) -> StageWalk:
+    """Compare the stages of one attention; a walk with different outputs ends at the first stage that differs."""
+    walk = StageWalk()
+    for row in rows:
+        if row.difference is None or row.name in ("query", "key", "value"):
+            continue
+        differs = row.difference.verdict == "differs"
+        if walk.first is not None and differs:
+            walk = walk._replace(rejoined=None)
+        elif walk.first is not None:
+            walk = walk._replace(rejoined=walk.rejoined or row.name)
+        elif not differs:
+            walk = walk._replace(same=(*walk.same, row.name))
+        else:
+            rotated = bool(run.subject.made_with.get("rope"))
+            walk = walk._replace(first=row.name, note=_other_sizes(row), rotated=rotated)
+            if verdict == "differs":
+                return walk
+    return walk
 
 
 def _unnamed(sides: Sequence[HeadRun]) -> tuple[str, ...]:

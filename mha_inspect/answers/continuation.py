@@ -52,6 +52,18 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class _Difference:
+    """What a call has unlike one call over all tokens, before it is known where."""
+
+    sentence: str
+    fix: str = ""
+
+    def at(self, source: str, module: str) -> Reason:
+        """Return it with the line and the module of the attention."""
+        return Reason(self.sentence, self.fix, source, module)
+
+
+@dataclass(frozen=True)
 class Continued:
     """A call with the tokens from `start` to `stop`, which continues from a cache, beside one call over all tokens."""
 
@@ -143,23 +155,28 @@ class _Beside:
     @property
     def is_of_other_tokens(self) -> bool:
         """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
-        pairs = [(self._of_whole(stage), self._of_call(stage)) for stage in ("q_heads", "v_heads", "context")]
-        known = [(whole, call) for whole, call in pairs if whole is not None and call is not None]
-        if len(known) < len(pairs) or known[0][1].shape[2] == self._queries:
+        q_heads = self._of_call("q_heads")
+        if q_heads is None or q_heads.shape[2] == self._queries:
             return False
-        return all(whole.shape == call.shape and _near(whole, call) for whole, call in known)
+        return all(self._is_same(stage) for stage in ("q_heads", "v_heads", "context"))
+
+    def _is_same(self, stage: str) -> bool:
+        """Return whether a stage has the same numbers in both runs; False if it is missing in one."""
+        whole, call = self._of_whole(stage), self._of_call(stage)
+        return whole is not None and call is not None and whole.shape == call.shape and _near(whole, call)
 
     def reason_over_other_keys(self) -> Reason | None:
         """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
-        found = self._input()
-        if found is not None:
-            return Reason(*found, self.call.score_product.op.source, self.call.module)
+        source, module = self.call.score_product.op.source, self.call.module
+        unlike_input = self._input()
+        if unlike_input is not None:
+            return unlike_input.at(source, module)
         for stage in ("k_heads", "v_heads"):
             pair = self._pair(stage, 2)
             if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
                 side = "keys" if stage == "k_heads" else "values"
                 sentence = f"The {side} of the other sequence differ from those of one call."
-                return Reason(sentence, "", self.call.score_product.op.source, self.call.module)
+                return Reason(sentence, "", source, module)
         return self._of_output()
 
     @cached_property
@@ -189,14 +206,9 @@ class _Beside:
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
         """`batch query key` of the call's tokens in both runs: True if any head sees the key."""
-        seen = []
-        for stages in (self._of_whole, self._of_call):
-            weights, scores = stages("weights"), stages("masked_scores")
-            plain = stages("scores")
-            if weights is None:
-                weights = torch.ones_like(plain) if plain is not None else torch.zeros(1, 1, 1, 1)
-            seen.append(sees(weights, scores).cpu())
-        return seen[0][:, self.continued.start : self.continued.stop], seen[1]
+        whole = _seen_keys(*(self._of_whole(stage) for stage in ("scores", "masked_scores", "weights")))
+        call = _seen_keys(*(self._of_call(stage) for stage in ("scores", "masked_scores", "weights")))
+        return whole[:, self.continued.start : self.continued.stop], call
 
     @cached_property
     def _filled(self) -> Tensor:
@@ -208,15 +220,15 @@ class _Beside:
     def reason(self) -> Reason | None:
         """Return the first thing that differs in this attention; None without one."""
         source = self.call.score_product.op.source
-        for difference in (self._input, self._future, self._slots, self._missing, self._keys):
-            sentence_and_fix = difference()
-            if sentence_and_fix is not None:
-                return Reason(*sentence_and_fix, source, self.call.module)
+        for find in (self._input, self._future, self._slots, self._missing, self._keys):
+            difference = find()
+            if difference is not None:
+                return difference.at(source, self.call.module)
         mask_source = self.call.masks[-1].source if self.call.masks else source
-        for difference in (self._visible, self._bias):
-            sentence_and_fix = difference()
-            if sentence_and_fix is not None:
-                return Reason(*sentence_and_fix, mask_source, self.call.module)
+        for find in (self._visible, self._bias):
+            difference = find()
+            if difference is not None:
+                return difference.at(mask_source, self.call.module)
         return self._of_output()
 
     def _of_output(self) -> Reason | None:
@@ -226,7 +238,7 @@ class _Beside:
             return Reason("The output of the attention differs, although its scores and values are equal.")
         return None
 
-    def _input(self) -> tuple[str, str] | None:
+    def _input(self) -> _Difference | None:
         """Return whether the input of the attention differs, e.g. by the positions that are added to it."""
         pair = self._of_queries("query", 1)
         if pair is None or _near(*pair):
@@ -235,25 +247,26 @@ class _Beside:
         added = _added_positions(self.continued) if self.place == 0 else None
         if added is not None:
             position = self.continued.start
-            return f"Position {position} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
+            return _Difference(
+                f"Position {position} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
+            )
         before = "before it" if self.place == 0 else f"between attentions {self.place} and {self.place + 1}"
         differs = f"The input of attention {self.place + 1} differs at position {first}"
-        return f"{differs}: an operation {before} makes the difference.", ""
+        return _Difference(f"{differs}: an operation {before} makes the difference.")
 
-    def _future(self) -> tuple[str, str] | None:
+    def _future(self) -> _Difference | None:
         """Return whether the one call attends to tokens after the call's."""
         seen, _ = self._seen
         later = seen[..., self.continued.stop :].any(0)
         if not bool(later.any()):
             return None
         query, key = (int(number) for number in later.nonzero()[0])
-        return (
+        return _Difference(
             f"In one call, position {self.continued.start + query} attends to the future position "
-            f"{self.continued.stop + key}, which is missing in this call.",
-            "",
+            f"{self.continued.stop + key}, which is missing in this call."
         )
 
-    def _slots(self) -> tuple[str, str] | None:
+    def _slots(self) -> _Difference | None:
         """Return whether the value of a token is in another row than its key, or keys and values are swapped."""
         keys, values = self._pair("k_heads", 2), self._values
         if keys is None or values is None:
@@ -266,9 +279,8 @@ class _Beside:
             swapped = (_matches(keys[0], values[1], expected) == expected)[old]
             right = (self._tokens == expected)[old]
             if bool(swapped.any()) and not bool(right.any()):
-                return (
-                    "The cached values are the keys of the earlier calls.",
-                    "Return the cache in the order of its use.",
+                return _Difference(
+                    "The cached values are the keys of the earlier calls.", "Return the cache in the order of its use."
                 )
         of_keys = _matches(whole, call, expected)
         apart = (of_keys >= 0) & (self._tokens >= 0) & (of_keys != self._tokens)
@@ -276,13 +288,13 @@ class _Beside:
         if not unique or not bool(apart.any()):
             return None
         row = int(apart.nonzero()[0])
-        return (
+        return _Difference(
             f"Key {row} of this call is that of token {int(of_keys[row])}, and value {row} that of token "
             f"{int(self._tokens[row])}.",
             "Join keys and values in the same order.",
         )
 
-    def _missing(self) -> tuple[str, str] | None:
+    def _missing(self) -> _Difference | None:
         """Return whether a token that the one call attends to has no value in the call, or another value."""
         seen, _ = self._seen
         attended = seen.any(0).any(0)[: self.continued.stop].nonzero().flatten().tolist()
@@ -295,24 +307,23 @@ class _Beside:
         past = [token for token in missing if token < start]
         query = start + int(seen.any(0)[:, missing[0]].nonzero()[0])
         if rows <= self._queries and len(past) and not new:
-            return (
+            return _Difference(
                 f"This call has {plural(rows, 'key')} for {plural(self._queries, 'token')}: the keys of the "
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
         if new and not past and self._reads_tokens_alone:
-            return self._without_own(new), _OWN_FIX
+            return _Difference(self._without_own(new), _OWN_FIX)
         if new:
             differs = f"The value of the new position {new[0]} differs from that of one call."
-            return f"{differs}{self._tried('v_heads')}", ""
+            return _Difference(f"{differs}{self._tried('v_heads')}")
         if bool((self._tokens >= 0).all()):
-            return (
+            return _Difference(
                 f"The cache has lost position {missing[0]}: this call has {plural(rows, 'key')}, of positions "
-                f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}.",
-                "",
+                f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}."
             )
         differ = f"The cached values of positions {_ranges(missing)} differ from those of one call."
-        return f"{differ}{self._tried('v_heads')}", ""
+        return _Difference(f"{differ}{self._tried('v_heads')}")
 
     @property
     def _reads_tokens_alone(self) -> bool:
@@ -345,7 +356,7 @@ class _Beside:
         rows = _matches(whole, returned.to(whole), torch.full((returned.shape[2],), -1))
         return set(new) <= set(rows.tolist())
 
-    def _keys(self) -> tuple[str, str] | None:
+    def _keys(self) -> _Difference | None:
         """Return whether the scores differ where both runs attend, and which of queries and keys make them differ."""
         pair = self._scores
         if pair is None:
@@ -356,7 +367,7 @@ class _Beside:
             return None
         keys, queries = self._pair("k_heads", 2), self._of_queries("q_heads", 2)
         if keys is None or queries is None:
-            return "The scores differ from those of one call.", ""
+            return _Difference("The scores differ from those of one call.")
         are_read = both.any(2)[:, 0].any(0).cpu()
         unlike = []
         for row, is_read in zip(self._filled.tolist(), are_read.tolist(), strict=True):
@@ -364,11 +375,14 @@ class _Beside:
             if is_read and not _near(keys[0][:, :, token], keys[1][:, :, row]):
                 unlike.append(token)
         cached = [token for token in unlike if token < self.continued.start]
-        of_positions = self._of_positions(cached) or self._of_angles(cached, queries[1])
-        of_positions = of_positions or self._of_cached_angles(cached, keys[1])
-        return of_positions or self._of_operands(unlike, cached, queries, keys)
+        return (
+            self._of_positions(cached)
+            or self._of_angles(cached, queries[1])
+            or self._of_cached_angles(cached, keys[1])
+            or self._of_operands(unlike, cached, queries, keys)
+        )
 
-    def _of_angles(self, cached: list[int], queries: Tensor) -> tuple[str, str] | None:
+    def _of_angles(self, cached: list[int], queries: Tensor) -> _Difference | None:
         """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
 
         `queries` are those of the call, `batch heads query head_dim`.
@@ -381,10 +395,10 @@ class _Beside:
             return None
         rotated = f"Position {start} is rotated by the angle of position {fits[0]}"
         if self._keeps_angles:
-            return f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX
-        return f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX
+            return _Difference(f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX)
+        return _Difference(f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX)
 
-    def _of_cached_angles(self, cached: list[int], keys: Tensor) -> tuple[str, str] | None:
+    def _of_cached_angles(self, cached: list[int], keys: Tensor) -> _Difference | None:
         """Return whether cached keys are rotated a second time; `keys` are those of the call, by row.
 
         Two turns by the angle of a position are one by the angle of twice that position.
@@ -396,7 +410,7 @@ class _Beside:
                 return None
         if not twice:
             return None
-        return (
+        return _Difference(
             f"The cached keys of positions {_ranges(cached)} are rotated a second time: that of position {twice[0]} "
             f"has the angle of position {2 * twice[0]}.",
             "Rotate the new keys alone before they are joined with the cache, or cache keys that are not rotated.",
@@ -447,7 +461,7 @@ class _Beside:
                 return True
         return False
 
-    def _of_positions(self, cached: list[int]) -> tuple[str, str] | None:
+    def _of_positions(self, cached: list[int]) -> _Difference | None:
         """Return whether new tokens are rotated by other positions than their own; `cached` keys differ."""
         position, start = self._position(self.call, self.call_names, of_call=True), self.continued.start
         expected = self._position(self.whole, self.whole_names, of_call=False)
@@ -458,12 +472,12 @@ class _Beside:
         if offset is None or offset == right or cached:
             return None
         if offset == rows + expected.query_offset and rows < start:
-            return (
+            return _Difference(
                 f"Position {right} is rotated as position {offset}: positions count the {rows} rows that the cache "
                 f"keeps, instead of all {start} tokens so far.",
                 "Count all tokens so far, instead of the rows that the cache keeps.",
             )
-        return f"Position {right} is rotated as position {offset}{_restarts(offset)}.", _POSITIONS_FIX
+        return _Difference(f"Position {right} is rotated as position {offset}{_restarts(offset)}.", _POSITIONS_FIX)
 
     def _position(self, attention: Attention, names: AxisNames, *, of_call: bool) -> Position | None:
         run = self.continued.named_call if of_call else self.continued.whole
@@ -472,23 +486,23 @@ class _Beside:
 
     def _of_operands(
         self, unlike: list[int], cached: list[int], queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
-    ) -> tuple[str, str]:
+    ) -> _Difference:
         """Return which of queries, new keys and cached keys differ."""
         new = [token for token in unlike if token >= self.continued.start]
         if cached and not new:
             differ = f"The cached keys of positions {_ranges(cached)} differ from those of one call."
-            return f"{differ}{self._tried('k_heads')}", ""
+            return _Difference(f"{differ}{self._tried('k_heads')}")
         sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
         if sides and not cached:
             differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
-            return f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}", ""
+            return _Difference(f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}")
         if cached:
             differ = f"The keys of positions {_ranges(unlike)} differ from those of one call."
-            return f"{differ}{self._tried('k_heads')}", ""
+            return _Difference(f"{differ}{self._tried('k_heads')}")
         scales = self.whole.scale, self.call.scale
         if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
-            return f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.", ""
-        return "The scores differ from those of one call, although queries and keys are equal.", ""
+            return _Difference(f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.")
+        return _Difference("The scores differ from those of one call, although queries and keys are equal.")
 
     def _tried(self, stage: str) -> str:
         """Return, as a further sentence, the change that makes a stage of this call that of one call; empty if none.
@@ -508,9 +522,9 @@ class _Beside:
             return ""
         called = "in one call", "in this call"
         for ours, theirs in parts:
-            found = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
-            if found is not None:
-                return f" {found.sentence}"
+            change = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
+            if change is not None:
+                return f" {change.sentence}"
         return ""
 
     @cached_property
@@ -519,20 +533,22 @@ class _Beside:
         whole, call = self._seen
         return whole[..., self._tokens[self._filled]] & call[..., self._filled]
 
-    def _visible(self) -> tuple[str, str] | None:
+    def _visible(self) -> _Difference | None:
         """Return whether a query of the call sees other keys than in the one call."""
         whole, call = self._seen
         rows, queries = call.shape[2], call.shape[1]
         empty = call.any(0) & (self._tokens < 0)
         if bool(empty.any()):
             query, row = (int(number) for number in empty.nonzero()[0])
-            return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
+            return _Difference(
+                f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token."
+            )
         of_call = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
         of_call[..., self._tokens[self._filled]] = call[..., self._filled]
         if torch.equal(of_call, whole):
             return None
         if torch.equal(call, torch.ones(queries, rows, dtype=torch.bool).tril().expand_as(call)):
-            return (
+            return _Difference(
                 f"The mask is aligned top left: with {_queries(queries)} and {rows} keys, position "
                 f"{self.continued.start} sees key 0 alone.",
                 _TOP_LEFT_FIX if self.call.masks and queries > 1 else _TOP_LEFT_FIX + " A single query needs no mask.",
@@ -544,10 +560,14 @@ class _Beside:
         if bool(opened.any()):
             future = bool(opened[position + 1 :].any())
             what = "future positions" if future else "positions"
-            return f"Position {position} sees {what} {_places_of(opened)}, which are masked out in one call.", ""
-        return f"Position {position} does not see positions {_places_of(closed)}, which it sees in one call.", ""
+            return _Difference(
+                f"Position {position} sees {what} {_places_of(opened)}, which are masked out in one call."
+            )
+        return _Difference(
+            f"Position {position} does not see positions {_places_of(closed)}, which it sees in one call."
+        )
 
-    def _bias(self) -> tuple[str, str] | None:
+    def _bias(self) -> _Difference | None:
         """Return whether what is added to the scores differs where both runs attend."""
         pair, scores = self._rows_of("masked_scores"), self._scores
         if pair is None or scores is None:
@@ -569,7 +589,7 @@ class _Beside:
         key, position = int(self._tokens[self._filled][row]), self.continued.start + query
         like = self._position_of_bias(added[:, :, query])
         more = "" if like is None else f", as for a query at position {like}"
-        return (
+        return _Difference(
             f"The keys are equal, and the bias differs: position {position} adds "
             f"{_term(added[batch, head, query, row])} to the score of key {key}{more}; expected "
             f"{_term(expected[batch, head, query, row])}.",
@@ -591,6 +611,13 @@ class _Beside:
             if bool(mark.any()) and float(apart.max()) <= near:
                 fits.append(position)
         return fits[0] if len(fits) == 1 else None
+
+
+def _seen_keys(scores: Tensor | None, masked: Tensor | None, weights: Tensor | None) -> Tensor:
+    """Return `batch query key`: True if any head sees the key. Without weights, every key counts as seen."""
+    if weights is None:
+        weights = torch.zeros(1, 1, 1, 1) if scores is None else torch.ones_like(scores)
+    return sees(weights, masked).cpu()
 
 
 def _added_positions(continued: Continued) -> int | None:

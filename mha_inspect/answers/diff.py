@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from math import isinf
 from typing import Any
 
@@ -31,7 +32,8 @@ _LACKING = {
 }
 """Stage to the words after `has no`, for a side without it."""
 
-
+_PACKED = {"qkv", "qk", "kv", "packed"}
+"""Names of an axis that is several projections."""
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads makes once, instead of in each turn."""
 
@@ -116,7 +118,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     numbered = len(comparison.masked) > 1
     rows = comparison.rows(measured=bool(given))
     stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
-    masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
+    masked = tuple(sorted(set(chain.from_iterable(comparison.masked))))
     output = comparison.output(masked) if given else None
     further = comparison.further() if given else ()
     report = DiffReport(
@@ -133,20 +135,29 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    first, *others = _answer(report, given)
-    masked_sentences = _masked(sides, comparison.masked)
-    found: tuple[DiffReason, ...] = ()
-    if report.outcome == "differs" and weights.whole:
-        place = next((row.attention or 1 for row in stages if row.verdict == "differs"), 1) - 1
-        found = reasons(left, right, report.first_differing_stage, place=place)
-    elif report.outcome == "differs":
-        found = tuple(of_norms(left, right, report.first_differing_stage, Where()))
-    why = [reason.sentence for reason in found]
-    why += [f"To convert the weights of the left: {reason.line}" for reason in found if reason.line]
+    why = _reasons(sides, report)
+    answer = (
+        _first_sentence(report, given),
+        *(reason.sentence for reason in why),
+        *(f"To convert the weights of the left: {reason.line}" for reason in why if reason.line),
+        *(reordered_copies(left, right) if report.outcome != "differs" else ()),
+        *_further_sentences(report, given),
+        *_of_buffers(report.buffers),
+        *_masked(sides, comparison.masked),
+    )
+    return replace(report, answer=answer, reasons=why)
+
+
+def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, ...]:
+    """Return why the sides differ; where their weights differ too, only what a norm shows."""
     if report.outcome != "differs":
-        why += reordered_copies(left, right)
-    sentences = (first, *why, *others, *_of_buffers(report.buffers), *masked_sentences)
-    return replace(report, answer=sentences, reasons=found)
+        return ()
+    left, right = sides
+    if not report.weights.whole:
+        return tuple(of_norms(left, right, report.first_differing_stage, Where()))
+    first = next((row for row in report.stages if row.verdict == "differs"), None)
+    number = 1 if first is None or first.attention is None else first.attention
+    return reasons(left, right, report.first_differing_stage, place=number - 1)
 
 
 def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> Verdict:
@@ -187,7 +198,7 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
             return f"{side.label} never makes it: its kernel has too many scores to recompute them"
     for side in sides:
         row = side.stage(place, name)
-        if row is not None and {"qkv", "qk", "kv", "packed"} & set(re.findall(r"\w+", row.axes)):
+        if row is not None and not _PACKED.isdisjoint(re.findall(r"\w+", row.axes)):
             return f"{side.label} packs it with other projections, and splits them together with the heads"
     for side in sides:
         if name not in side.attentions[place][0].stages:
@@ -197,70 +208,90 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
 
 def _noise_source(left: str, right: str) -> NoiseSource:
     """Return the source of the rounding: the coarser dtype, and the sides that have it."""
-    sides: dict[SideName, str] = {"left": left, "right": right}
-    steps = {name: torch.finfo(getattr(torch, dtype)).eps for name, dtype in sides.items()}
-    names = tuple(name for name in sides if steps[name] == max(steps.values()))
-    return NoiseSource(sides[names[0]], names)
+    step, right_step = (torch.finfo(getattr(torch, dtype)).eps for dtype in (left, right))
+    if step > right_step:
+        return NoiseSource(left, ("left",))
+    if step < right_step:
+        return NoiseSource(right, ("right",))
+    return NoiseSource(left, ("left", "right"))
 
 
 def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     """Yield notes beside the answer: different numbers of attentions, dropout, notes of each side."""
-    counts = [len(side.attentions) for side in sides]
+    left, right = sides
     for side in sides:
         if not side.attentions:
-            yield f"No attention was found in {side.label}" + (": only the outputs are compared." if compared else ".")
-    if counts[0] != counts[1] and all(counts):
+            only = ": only the outputs are compared." if compared else "."
+            yield f"No attention was found in {side.label}{only}"
+    count, right_count = len(left.attentions), len(right.attentions)
+    if count and right_count and count != right_count:
         yield (
-            f"{sides[0].label} has {plural(counts[0], 'attention')} and {sides[1].label} has {counts[1]}: "
-            f"the first {min(counts)} are paired, in the order of computation."
+            f"{left.label} has {plural(count, 'attention')} and {right.label} has {right_count}: "
+            f"the first {min(count, right_count)} are paired, in the order of computation."
         )
-    for side, other in (sides, sides[::-1]):
-        # A side that is an attention alone, beside a block with weights around its own.
-        (path, *_), alone = ([attention.module for attention, _ in run.attentions] or [""] for run in (side, other))
-        around = [name for name, _ in side.subject.module.named_parameters() if not name.startswith(f"{path}.")]
-        if path and alone == [""] and around:
-            yield (
-                f"{side.label} has weights around its attention. To compare the attention: --{side.name}-module {path}."
-            )
-    if any(side.drops for side in sides):
+    yield from _weights_around(left, right)
+    yield from _weights_around(right, left)
+    if left.drops or right.drops:
         yield (
             "Dropout is on, so the sides also differ in the elements that they drop. "
             "The rounding error is measured without dropout."
         )
-    yield from dict.fromkeys(note for side in sides for note in side.notes)
-    yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
+    yield from dict.fromkeys((*left.notes, *right.notes))
+    for side in sides:
+        yield from (f"{side.label}: {note}" for note in unlike_dot(side.run))
 
 
-def _answer(report: DiffReport, given: str) -> Iterator[str]:
-    """Yield whether both compute the same, and the cause of a difference as far as it shows; or why it is unknown."""
+def _weights_around(block: Side, alone: Side) -> Iterator[str]:
+    """Yield a note about a block with weights around its attention, where the other side is an attention alone."""
+    path = block.attentions[0][0].module if block.attentions else ""
+    if not path or len(alone.attentions) > 1 or any(attention.module for attention, _ in alone.attentions):
+        return
+    if all(name.startswith(f"{path}.") for name, _ in block.subject.module.named_parameters()):
+        return
+    yield f"{block.label} has weights around its attention. To compare the attention: --{block.name}-module {path}."
+
+
+def _first_sentence(report: DiffReport, given: str) -> str:
+    """Return whether both sides compute the same; `given` is `the same weights and input` or alike, or empty."""
     if not given:
-        yield f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
+        return f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
+    return _whether(report, _names(report), f"with {given}")
+
+
+def _names(report: DiffReport) -> tuple[str, str]:
+    """Return the names of both sides in sentences; two of one name are `the left …` and `the right …`."""
+    left, right = report.left.label, report.right.label
+    return (f"the left {left}", f"the right {right}") if left == right else (left, right)
+
+
+def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
+    """Yield where the sides differ if no stage does, and the accuracy of their kernels or dtypes."""
+    if not given:
         yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
         return
-    left, right = report.left, report.right
-    names = (
-        [f"the left {left.label}", f"the right {right.label}"]
-        if left.label == right.label
-        else [left.label, right.label]
-    )
-    yield _whether(report, names, f"with {given}")
     compared = any(row.verdict for row in report.stages)
     if report.first_differing_stage is None and report.outcome == "differs" and compared:
         output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
         after = "the difference is after or around the attention" if output is None else output.note
         yield f"Every stage that both have is the same; {after}."
-    # The accuracy of different kernels or dtypes of one layer.
-    dtypes = list(dict.fromkeys(side.environment.dtype for side in (left, right)))
-    what = [f"dtype ({', '.join(dtypes)})"] if len(dtypes) > 1 else []
+    if report.left.layer.name == report.right.layer.name and report.outcome != "differs":
+        yield from _accuracy(report)
+
+
+def _accuracy(report: DiffReport) -> Iterator[str]:
+    """Yield the accuracy of different kernels or dtypes of one layer."""
+    left, right = report.left, report.right
+    unlike = []
+    if left.environment.dtype != right.environment.dtype:
+        unlike.append(f"dtype ({left.environment.dtype}, {right.environment.dtype})")
     if left.path.plain != right.path.plain:
-        what.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
-    costs = [
-        f"{name} differs from the float64 result by at most {small(side.rounding_error)}"
-        for name, side in zip(names, (left, right), strict=True)
-        if side.rounding_error is not None and side.measured_against == "float64"
-    ]
-    if what and costs and left.layer.name == right.layer.name and report.outcome != "differs":
-        yield f"Accuracy by {' and '.join(what)}: {listed(costs)}."
+        unlike.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
+    costs = []
+    for name, side in zip(_names(report), (left, right), strict=True):
+        if side.rounding_error is not None and side.measured_against == "float64":
+            costs.append(f"{name} differs from the float64 result by at most {small(side.rounding_error)}")
+    if unlike and costs:
+        yield f"Accuracy by {' and '.join(unlike)}: {listed(costs)}."
 
 
 def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
@@ -279,8 +310,8 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
             "to be sure."
         )
     if output.max_abs_difference is None:
-        shapes = list(report.left.output_shape), list(report.right.output_shape)
-        return f"Not the same: {left} returns {shapes[0]}, {right} returns {shapes[1]}."
+        shape, right_shape = list(report.left.output_shape), list(report.right.output_shape)
+        return f"Not the same: {left} returns {shape}, {right} returns {right_shape}."
     first = f" First different stage: {report.first_differing_stage}." if report.first_differing_stage else ""
     if output.verdict == "same":
         return f"Not the same: {given}, {_differing_further(report)}.{first}"
@@ -295,13 +326,13 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
 
 def _differing_further(report: DiffReport) -> str:
     """Return which of the other returned tensors differ: `the first output is the same, and output 1 differs`."""
-    said = []
+    outputs = []
     for difference in report.further:
         if difference.verdict == "differs":
             relative = difference.relative_difference
             by = "" if relative is None or isinf(relative) else f" by {percent(relative)} of its size"
-            said.append(f"output {difference.name} differs{by}")
-    return f"the first output is the same, and {listed(said)}"
+            outputs.append(f"output {difference.name} differs{by}")
+    return f"the first output is the same, and {listed(outputs)}"
 
 
 def _of_buffers(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -317,11 +348,14 @@ def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]
     place = next((place for place, rows in enumerate(masked) if rows), None)
     if place is None:
         return ()
+    left, right = sides
     ours, theirs = (fate_of(side.content(place, "weights"), masked[place]) for side in sides)
-    different = f"{ours} in {sides[0].label} and {theirs} in {sides[1].label}"
-    fate = f"{ours} on both sides" if ours == theirs else different
+    fate = f"{ours} on both sides"
+    if ours != theirs:
+        fate = f"{ours} in {left.label} and {theirs} in {right.label}"
     heads = {side.masked_heads(place) for side in sides if side.masked_queries(place)}
-    return (masked_sentence(masked[place], f"their weights are {fate}", heads.pop() if len(heads) == 1 else None),)
+    same_heads = heads.pop() if len(heads) == 1 else None
+    return (masked_sentence(masked[place], f"their weights are {fate}", same_heads),)
 
 
 def sizes_of(side: Side) -> dict[str, Any]:

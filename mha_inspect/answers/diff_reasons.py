@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from math import isclose
 
 import torch
@@ -45,6 +45,8 @@ _CERTAIN = 10
 """Differences above this many rounding errors are no rounding."""
 _HEADS = 8
 """The most slopes to list."""
+_SAME_RATIO = 1e-6
+"""Scales are the same if their ratio is 1 up to this."""
 _TOGETHER = 2
 """The most changes that are tried together."""
 
@@ -77,12 +79,30 @@ def reasons(
     when this returns.
     """
     called = where or Where()
-    found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
-    found = found or tuple(of_norms(left, right, first, called))
-    if not found and first is not None:
-        reason = stage_reason(left, right, place, first, (called.left, called.right))
-        found = () if reason is None else (reason,)
-    return found or tuple(_of_padding(left, right))
+    changes = _tried(left, right, called)
+    if changes:
+        return changes
+    for candidates in (
+        _of_masks(left, right, first, called),
+        of_norms(left, right, first, called),
+        _of_stage(left, right, first, place, called),
+        _of_padding(left, right),
+    ):
+        why = tuple(candidates)
+        if why:
+            return why
+    return ()
+
+
+def _of_stage(
+    left: ComparableRun, right: ComparableRun, first: str | None, place: int, where: Where
+) -> Iterator[DiffReason]:
+    """Yield what makes the first stage that differs the same."""
+    if first is None:
+        return
+    reason = stage_reason(left, right, place, first, (where.left, where.right))
+    if reason is not None:
+        yield reason
 
 
 def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
@@ -164,9 +184,9 @@ class _Nearness:
 
 def _is_same(left: ComparableRun, right: ComparableRun) -> bool:
     comparison = Comparison(left, right)
-    masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
-    others = (difference.verdict for difference in comparison.further())
-    return overall([comparison.output(masked).verdict, *others]) == "same"
+    masked = tuple(sorted(set(chain.from_iterable(comparison.masked))))
+    further = (difference.verdict for difference in comparison.further())
+    return overall([comparison.output(masked).verdict, *further]) == "same"
 
 
 # -- the order of rows ------------------------------------------------------------------------------------------------
@@ -178,24 +198,32 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
     The parameters have the same names and shapes.
     """
     ours, theirs = weights_by_name(left), weights_by_name(right)
-    told: set[str] = set()
-    for weights, others in zip(left.weights, right.weights, strict=True):
+    mentioned: set[str] = set()
+    for weights, right_weights in zip(left.weights, right.weights, strict=True):
         for name, parts in _parts_by_parameter(weights).items():
             if name not in theirs or ours[name].shape != theirs[name].shape or ours[name].dim() != 2:
                 continue
-            sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
-            sizes["head_dim"] = weights.shapes[parts[0]][1]
-            found = explain(ours[name], theirs[name], sizes)
-            if found is None or not found.names or found.names[0].pattern in told:
+            order = explain(ours[name], theirs[name], _sizes(weights, parts))
+            if order is None or not order.names or order.names[0].pattern in mentioned:
                 continue
-            named = found.names[0]
-            told.add(named.pattern)
-            before, after = named.pattern.split(" -> ") if " -> " in named.pattern else (named.pattern, "")
-            sentence = f"The {found.axis} of {name} are read as {before} {where.left} and as {after} {where.right}"
-            if not after:
-                sentence = f"The {found.axis} of {name} are read in another order: {before}"
-            sentence += _example((weights, others), name, parts, where)
-            yield DiffReason("order", f"{sentence}.", named.line(name.rpartition(".")[2], found.axis, 2))
+            named = order.names[0]
+            mentioned.add(named.pattern)
+            before, arrow, after = named.pattern.partition(" -> ")
+            sentence = f"The {order.axis} of {name} are read in another order: {before}"
+            if arrow:
+                sentence = f"The {order.axis} of {name} are read as {before} {where.left} and as {after} {where.right}"
+            sentence += _example((weights, right_weights), name, parts, where)
+            yield DiffReason("order", f"{sentence}.", named.line(name.rpartition(".")[2], order.axis, 2))
+
+
+def _sizes(weights: Weights, parts: Sequence[str]) -> dict[str, int]:
+    """Return the sizes that a pattern of the rows of a parameter may have: heads, their features, packed matrices."""
+    return {
+        "heads": weights.num_heads,
+        "kv_heads": weights.num_kv_heads,
+        "parts": len(parts),
+        "head_dim": weights.shapes[parts[0]][1],
+    }
 
 
 def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]:
@@ -203,22 +231,23 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
 
     The weights are the same head by head. A file of one module would not fit the other, although its shapes do.
     """
-    told: set[str] = set()
+    mentioned: set[str] = set()
     transposed: list[str] = []
-    for name, other, found in _copies(left, right):
-        if not found.names:
-            if found.transposed:
-                transposed.append(name if name == other else f"{name} in {other}")
+    for copy in _copies(left, right):
+        name, right_name, order = copy.name, copy.right_name, copy.order
+        if not order.names:
+            if order.transposed:
+                transposed.append(name if name == right_name else f"{name} in {right_name}")
             continue
-        named = found.names[0]
-        if named.pattern in told:
+        named = order.names[0]
+        if named.pattern in mentioned:
             continue
-        told.add(named.pattern)
+        mentioned.add(named.pattern)
         yield (
-            f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
+            f"The {order.axis} of {name} are in another order in {right_name}, {named.pattern}: loaded as it is, the "
             "file of one side is wrong on the other."
         )
-        line = named.line("w", found.axis, 2)
+        line = named.line("w", order.axis, 2)
         if line:
             yield f"To convert the weights of the left: {line}"
     if transposed:
@@ -228,19 +257,27 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
         )
 
 
-def _copies(left: ComparableRun, right: ComparableRun) -> Iterator[tuple[str, str, Reordering]]:
-    """Yield the pairs of parameters of two sides with the same numbers in another order, and that order."""
+@dataclass(frozen=True)
+class _Copy:
+    """A parameter of the left whose numbers are in one of the right, in another order."""
+
+    name: str
+    right_name: str
+    order: Reordering
+
+
+def _copies(left: ComparableRun, right: ComparableRun) -> Iterator[_Copy]:
+    """Yield the parameters of the left whose numbers are in one of the right in another order."""
     ours, theirs = weights_by_name(left), weights_by_name(right)
-    for weights, others in zip(left.weights, right.weights, strict=False):
-        names = {tuple(parts): name for name, parts in _parts_by_parameter(others).items()}
+    for weights, right_weights in zip(left.weights, right.weights, strict=False):
+        names = {tuple(parts): name for name, parts in _parts_by_parameter(right_weights).items()}
         for name, parts in _parts_by_parameter(weights).items():
-            other = names.get(tuple(parts))
-            if other is None or name not in ours or other not in theirs or ours[name].dim() != 2:
+            right_name = names.get(tuple(parts))
+            if right_name is None or name not in ours or right_name not in theirs or ours[name].dim() != 2:
                 continue
-            sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
-            found = explain(ours[name], theirs[other], sizes | {"head_dim": weights.shapes[parts[0]][1]})
-            if found is not None and found.is_exact:
-                yield name, other, found
+            order = explain(ours[name], theirs[right_name], _sizes(weights, parts))
+            if order is not None and order.is_exact:
+                yield _Copy(name, right_name, order)
 
 
 def _parts_by_parameter(weights: Weights) -> dict[str, list[str]]:
@@ -334,25 +371,30 @@ def _shared_heads(left: Sequence[Weights], right: Sequence[Weights], where: Wher
 
 def _ways(left: Sequence[int], right: Sequence[int]) -> str:
     """Return how torch repeats key heads for these query heads, on both sides; empty for other orders."""
-    names = []
-    for users in (left, right):
-        count = len(set(users))
-        tiled = [head % count for head in range(len(users))]
-        interleaved = [head * count // len(users) for head in range(len(users))]
-        names.append("repeat" if list(users) == tiled else "repeat_interleave" if list(users) == interleaved else "")
-    return f", {names[0]} against {names[1]}" if all(names) else ""
+    way, right_way = _repeat(left), _repeat(right)
+    return f", {way} against {right_way}" if way and right_way else ""
+
+
+def _repeat(users: Sequence[int]) -> str:
+    """Return how torch repeats key heads: `0 1 0 1` by repeat, `0 0 1 1` by repeat_interleave; empty for others."""
+    heads, count = len(users), len(set(users))
+    if list(users) == [head % count for head in range(heads)]:
+        return "repeat"
+    if list(users) == [head * count // heads for head in range(heads)]:
+        return "repeat_interleave"
+    return ""
 
 
 def _scales(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[_Change]:
     """Yield the ratio of the scales, if they differ."""
-    pairs = [
+    scales = [
         (ours.scale, theirs.scale) for (ours, _), (theirs, _) in zip(left.attentions, right.attentions, strict=False)
     ]
-    ratios = [ours / theirs if ours and theirs else 1.0 for ours, theirs in pairs]
-    place = next((place for place, ratio in enumerate(ratios) if abs(ratio - 1) > 1e-6), None)
+    ratios = [_ratio(ours, theirs) for ours, theirs in scales]
+    place = next((place for place, ratio in enumerate(ratios) if abs(ratio - 1) > _SAME_RATIO), None)
     if place is None:
         return
-    ours, theirs = (_scale_words(scale) for scale in pairs[place])
+    ours, theirs = (_scale_words(scale) for scale in scales[place])
     sentence = f"The scores are {ours} {where.left} and {theirs} {where.right}. Nothing else differs."
 
     def apply(at: int, numbers: Numbers) -> Numbers:
@@ -364,13 +406,19 @@ def _scales(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
     yield _Change(DiffReason("scale", sentence), apply)
 
 
+def _ratio(left: float | None, right: float | None) -> float:
+    """Return by how much the left scale is larger; 1 if one of them is unknown."""
+    return left / right if left and right else 1.0
+
+
 def _scale_words(scale: float | None) -> str:
+    """Return a scale in words: `divided by √8`."""
     text = scale_text(scale).strip()
     if not text:
         return "not scaled"
-    return (
-        f"divided by {text.removeprefix('/').strip()}" if text.startswith("/") else f"multiplied by {text[1:].strip()}"
-    )
+    if text.startswith("/"):
+        return f"divided by {text.removeprefix('/').strip()}"
+    return f"multiplied by {text[1:].strip()}"
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -409,23 +457,29 @@ def _of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReaso
             continue
         for value in (0, 1):
             masked = (mask == value).to(differs.device)
-            if bool(masked.any()) and not bool(masked.all()) and not bool((differs & ~masked).any()):
-                tokens = f"{plural(int(masked.sum()), 'token')} of {masked.numel()}"
-                yield DiffReason(
-                    "padding",
-                    f"They differ only at the {tokens} where {name} is {value}. At all others both return the same.",
-                )
-                return
+            if not _has_all(masked, differs):
+                continue
+            tokens = f"{plural(int(masked.sum()), 'token')} of {masked.numel()}"
+            yield DiffReason(
+                "padding",
+                f"They differ only at the {tokens} where {name} is {value}. At all others both return the same.",
+            )
+            return
+
+
+def _has_all(masked: Tensor, differs: Tensor) -> bool:
+    """Return whether every token that differs is masked, and some tokens are masked and some not: `batch token`."""
+    return bool(masked.any()) and not bool(masked.all()) and not bool((differs & ~masked).any())
 
 
 def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
     seen = []
     for side in (left, right):
-        known = visibility(side.run.graph, *side.attentions[place])
-        if known is None or known.seen is None:
+        visible = visibility(side.run.graph, *side.attentions[place])
+        if visible is None or visible.seen is None:
             return ""
-        seen.append(known.seen)
+        seen.append(visible.seen)
     ours, theirs = seen
     if ours.shape != theirs.shape or torch.equal(ours, theirs):
         return ""
@@ -437,53 +491,84 @@ def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: 
     )
 
 
-def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
-    """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
-    biased = [_biased(side, place) for side in (left, right)]
-    if biased[0] is None or biased[1] is None:
-        return ""
-    ours, theirs = slopes_in(*biased[0]), slopes_in(*biased[1])
-    if not ours or len(ours) != len(theirs):
-        return ""
-    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in (ours, theirs)]
-    if all(isclose(a, b, rel_tol=NEAR) for a, b in zip(ours, theirs, strict=True)):
-        raises = [rises_with_distance(*side) for side in biased if side is not None]
-        if raises[0] == raises[1]:
-            return ""
-        far, near = (where.left, where.right) if raises[0] else (where.right, where.left)
-        return (
-            f"The slopes of the bias by head are {shown[0]} on both sides, with opposite signs. Keys far from their "
-            f"query get higher scores {far} and lower ones {near}."
-        )
-    sentence = f"The slopes of the bias by head are {shown[0]} {where.left} and {shown[1]} {where.right}."
-    return sentence + _shift(ours, theirs, where)
+@dataclass(frozen=True, eq=False)
+class _Biased:
+    """Scores with a bias, `batch heads query key`."""
+
+    scores: Tensor
+    """The scores without it."""
+    masked: Tensor
+    """The scores with it."""
+    seen: Tensor
+    """True for the keys that a query sees."""
+
+    @property
+    def slopes(self) -> Sequence[float]:
+        """The slope of each head by the position of the key; empty if the bias is not linear in it."""
+        return slopes_in(self.scores, self.masked, self.seen)
+
+    @property
+    def rises_with_distance(self) -> bool:
+        """Whether keys far from their query get higher scores."""
+        return rises_with_distance(self.scores, self.masked, self.seen)
+
+    @property
+    def bias(self) -> Tensor:
+        """The bias; 0 where a query does not see a key."""
+        return (self.masked.double() - self.scores.double()).masked_fill(~self.seen, 0.0)
 
 
-def _biased(side: ComparableRun, place: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return scores, what they are with a bias, and which keys are seen, each `batch heads query key`; None without."""
+def _biased(side: ComparableRun, place: int) -> _Biased | None:
+    """Return the scores of an attention without and with a bias; None if one of them is unknown."""
     scores, masked, weights = (side.content(place, stage) for stage in ("scores", "masked_scores", "weights"))
     if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
         return None
-    return scores, masked, sees_by_head(weights, masked)
+    return _Biased(scores, masked, sees_by_head(weights, masked))
+
+
+def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
+    left_biased, right_biased = _biased(left, place), _biased(right, place)
+    if left_biased is None or right_biased is None:
+        return ""
+    ours, theirs = left_biased.slopes, right_biased.slopes
+    if not ours or len(ours) != len(theirs):
+        return ""
+    if not all(isclose(a, b, rel_tol=NEAR) for a, b in zip(ours, theirs, strict=True)):
+        sentence = f"The slopes of the bias by head are {_shown(ours)} {where.left} and {_shown(theirs)} {where.right}."
+        return sentence + _shift(ours, theirs, where)
+    if left_biased.rises_with_distance == right_biased.rises_with_distance:
+        return ""
+    far, near = (where.left, where.right) if left_biased.rises_with_distance else (where.right, where.left)
+    return (
+        f"The slopes of the bias by head are {_shown(ours)} on both sides, with opposite signs. Keys far from their "
+        f"query get higher scores {far} and lower ones {near}."
+    )
+
+
+def _shown(slopes: Sequence[float]) -> str:
+    """Return the slopes of the first heads: `0.25, 0.0625, …`."""
+    shown = ", ".join(map(small, slopes[:_HEADS]))
+    return f"{shown}, …" if len(slopes) > _HEADS else shown
 
 
 def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
     ours, theirs = _biased(left, place), _biased(right, place)
-    if ours is None or theirs is None or ours[0].shape != theirs[0].shape or not torch.equal(ours[2], theirs[2]):
+    if ours is None or theirs is None or ours.scores.shape != theirs.scores.shape:
         return ""
-    seen = ours[2]
-    added = [(masked.double() - scores.double()).masked_fill(~seen, 0.0) for scores, masked, _ in (ours, theirs)]
-    apart = (added[0] - added[1]).abs()
+    if not torch.equal(ours.seen, theirs.seen):
+        return ""
+    bias, right_bias = ours.bias, theirs.bias
+    apart = (bias - right_bias).abs()
     if not bool(apart.isfinite().all()) or float(apart.max()) <= _LOWERED:
         return ""
     item, head, query, key = (int(index) for index in torch.unravel_index(apart.argmax(), apart.shape))
     at = (item, head, query, key)
-    mine, other = (small(float(side[at])) for side in added)
-    count = int((apart > _LOWERED).sum())
+    count, visible = int((apart > _LOWERED).sum()), int(ours.seen.sum())
     return (
-        f"The bias differs in {count:,} of {int(seen.sum()):,} visible scores. Head {head} adds {mine} to the score of "
-        f"query {query} and key {key} {where.left}, and {other} {where.right}."
+        f"The bias differs in {count:,} of {visible:,} visible scores. Head {head} adds {small(float(bias[at]))} to "
+        f"the score of query {query} and key {key} {where.left}, and {small(float(right_bias[at]))} {where.right}."
     )
 
 
@@ -501,30 +586,38 @@ def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, wh
 
     What a side adds is its masked scores without its scores.
     """
-    added = []
-    for side in (left, right):
-        masked, scores = (side.as_made(place, stage) for stage in ("masked_scores", "scores"))
-        if masked is None or scores is None:
-            return ""
-        if scores.numel() != masked.numel():
-            return ""
-        added.append(masked.double() - scores.double().reshape(masked.shape))
-    ours, theirs = added
-    if ours.shape != theirs.shape:
+    ours, theirs = _added(left, place), _added(right, place)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
         return ""
-    said = []
-    for called, mine, other in ((where.left, ours, theirs), (where.right, theirs, ours)):
-        alone = (mine < -_LOWERED) & (other >= -_LOWERED)
-        if bool(alone.any()):
-            most = -float(mine[alone].min())
-            by = f"by up to {most:.4g}" if most < _MASKED_OUT else "out of sight"
-            said.append(f"{int(alone.sum()):,} {called} alone, {by}")
-    if said:
-        return f"The masks differ: of {ours.numel():,} scores, they lower {listed(said)}."
+    lowered = [_lowered_alone(ours, theirs, where.left), _lowered_alone(theirs, ours, where.right)]
+    alone = [phrase for phrase in lowered if phrase]
+    if alone:
+        return f"The masks differ: of {ours.numel():,} scores, they lower {listed(alone)}."
     count = int(((ours - theirs).nan_to_num(0.0).abs() > _LOWERED).sum())
     return f"The masks add other numbers to {count:,} of {ours.numel():,} scores." if count else ""
 
 
+def _added(side: ComparableRun, place: int) -> Tensor | None:
+    """Return what a mask adds to the scores, in the axes of the masked scores; None if it is unknown."""
+    masked, scores = side.as_made(place, "masked_scores"), side.as_made(place, "scores")
+    if masked is None or scores is None or scores.numel() != masked.numel():
+        return None
+    return masked.double() - scores.double().reshape(masked.shape)
+
+
+def _lowered_alone(added: Tensor, beside: Tensor, called: str) -> str:
+    """Return how many scores a mask lowers that the other one, `beside`, does not lower; empty for none."""
+    alone = (added < -_LOWERED) & (beside >= -_LOWERED)
+    if not bool(alone.any()):
+        return ""
+    most = -float(added[alone].min())
+    by = f"by up to {most:.4g}" if most < _MASKED_OUT else "out of sight"
+    return f"{int(alone.sum()):,} {called} alone, {by}"
+
+
 def _keys(seen: Tensor) -> str:
+    """Return the keys that a query sees in words: `keys 0–3`."""
     places = seen.nonzero().flatten().tolist()
-    return f"key{'' if len(places) == 1 else 's'} {spans(places)}" if places else "no key"
+    if not places:
+        return "no key"
+    return f"key {spans(places)}" if len(places) == 1 else f"keys {spans(places)}"

@@ -47,28 +47,39 @@ class StageWalk(NamedTuple):
     """Whether positions rotate the features of each head (RoPE)."""
 
 
-Pieces = tuple[str, str, str, str]
-"""A reason in pieces: its start, the sizes of this head count, the same in brief, its end."""
+class Pieces(NamedTuple):
+    """A reason in pieces; start, sizes and end make the sentence."""
+
+    start: str = ""
+    sizes: str = ""
+    """The sizes of this head count: `2 heads use 256 features each`."""
+    brief: str = ""
+    """The same in brief: `2 use 256`."""
+    end: str = ""
 
 
 def reason(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> Pieces:
     """Return why this head count's output differs from the baseline's, or does not, in pieces.
 
-    Start, sizes and end make the sentence. Where only the sizes differ, several head counts share start and end.
+    Where only the sizes differ, several head counts share start and end.
     """
-    if walk.first is None and walk.unnamed:
-        names = ", ".join(walk.unnamed)
-        return f"All compared stages are identical. Not compared, because an axis has no name: {names}.", "", "", ""
     if walk.first is None:
-        if count.verdict == "differs":
-            return "All compared stages are identical; only the output itself differs.", "", "", ""
-        return "Every stage is identical.", "", "", ""
-    text = f"{_same(walk.same)}; " if walk.same else ""
-    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: "
-    start, sizes, brief, end = _how(base, count, walk, copied)
-    if count.verdict != "differs":
-        end += f"; {_how_it_ends(walk, count)}"
-    return f"{text}{start}", sizes, brief, f"{end}."
+        return Pieces(_without_difference(count, walk))
+    stages = f"{_same(walk.same)}; " if walk.same else ""
+    differs = "differ" if walk.first.endswith("s") else "differs"
+    pieces = _how(base, count, walk, copied)
+    end = pieces.end if count.verdict == "differs" else f"{pieces.end}; {_how_it_ends(walk, count)}"
+    return pieces._replace(start=f"{stages}{walk.first} {differs}: {pieces.start}", end=f"{end}.")
+
+
+def _without_difference(count: HeadCount, walk: StageWalk) -> str:
+    """Return a sentence about stages of which none differs."""
+    if walk.unnamed:
+        names = ", ".join(walk.unnamed)
+        return f"All compared stages are identical. Not compared, because an axis has no name: {names}."
+    if count.verdict == "differs":
+        return "All compared stages are identical; only the output itself differs."
+    return "Every stage is identical."
 
 
 def _same(stages: Sequence[str]) -> str:
@@ -86,28 +97,37 @@ def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeigh
     if walk.first in ("scores", "masked_scores"):
         return _features_used(base, count)
     if not copied.same:
-        # The change of the weights that the stage is computed with; otherwise the first change.
-        letter = (walk.first or "")[:1]
-        change = next((change for change in copied.changes if change.part[2:] == letter), copied.changes[0])
-        return "", "", "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
+        return Pieces(end=_changed_weights(walk, copied))
     rotated = walk.rotated and walk.first in _HEADS
     if walk.note and not rotated:
-        return "", "", "", walk.note
-    sizes = f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}"
-    brief, instead = f"{count.num_heads} of {count.head_dim}", f" instead of {base.num_heads} of {base.head_dim}"
-    return "positions rotate the features within " if rotated else "", sizes, brief, instead
+        return Pieces(end=walk.note)
+    return Pieces(
+        start="positions rotate the features within " if rotated else "",
+        sizes=f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}",
+        brief=f"{count.num_heads} of {count.head_dim}",
+        end=f" instead of {base.num_heads} of {base.head_dim}",
+    )
+
+
+def _changed_weights(walk: StageWalk, copied: CopiedWeights) -> str:
+    """Return the change of the weights that the stage is computed with; otherwise the first change."""
+    letter = (walk.first or "")[:1]
+    change = next((change for change in copied.changes if change.part[2:] == letter), copied.changes[0])
+    return f"{change.sentence}, so it is {walk.note}" if walk.note else change.sentence
 
 
 def _features_used(base: HeadCount, count: HeadCount) -> Pieces:
     """Return `2 heads use 256 features each; 1 head uses all 512`, in pieces."""
-    every = "all " if base.num_heads * base.head_dim == count.num_heads * count.head_dim else ""
+    same_width = base.num_heads * base.head_dim == count.num_heads * count.head_dim
     end = f"; the baseline's {base.num_heads} use {base.head_dim}"
     if base.num_heads == 1:
-        end = f"; 1 head uses {every}{base.head_dim}"
+        end = f"; 1 head uses {'all ' if same_width else ''}{base.head_dim}"
+    features = plural(count.head_dim, "feature")
     if count.num_heads == 1:
-        return "", f"1 head uses {every}{plural(count.head_dim, 'feature')}", f"1 uses {count.head_dim}", end
+        every = "all " if same_width else ""
+        return Pieces(sizes=f"1 head uses {every}{features}", brief=f"1 uses {count.head_dim}", end=end)
     brief = f"{count.num_heads} use {count.head_dim}"
-    return "", f"{count.num_heads} heads use {plural(count.head_dim, 'feature')} each", brief, end
+    return Pieces(sizes=f"{count.num_heads} heads use {features} each", brief=brief, end=end)
 
 
 def _how_it_ends(walk: StageWalk, count: HeadCount) -> str:

@@ -35,14 +35,14 @@ def found_instead(run: Run) -> str:
 def _products(run: Run) -> list[Op]:
     """Return the products of two tensors that both depend on the inputs, and are no parameter."""
     graph = run.graph
-    found = []
+    products = []
     for op in run.recording.ops:
         factors = op.inputs[-2:]
         if not op.does("product") or graph.is_projection(op) or len(factors) < 2:
             continue
         if graph.comes_from_inputs(*factors):
-            found.append(op)
-    return found
+            products.append(op)
+    return products
 
 
 def _weights_alone(run: Run, products: list[Op]) -> Iterator[str]:

@@ -62,7 +62,7 @@ class StageOfRanks:
     def _without_biases(self) -> StageOfRanks:
         """Return the projections, `batch positions features`, without what all tokens have in common."""
         wholes = {name: _centered(whole) for name, whole in self.wholes.items() if name.endswith("_proj")}
-        return replace(self, wholes=wholes, every=[_centered(each) for each in self.every])
+        return replace(self, wholes=wholes, every=[_centered(part) for part in self.every])
 
     def _of_sum(self, rank: int) -> Iterator[str]:
         """Yield a sum over ranks that is missing, was made twice, or has a bias of every rank."""
@@ -87,32 +87,41 @@ class StageOfRanks:
     def _of_other_part(self, rank: int) -> Iterator[str]:
         """Yield a part of another rank, or of another stage, that this rank has in its place."""
         got, ranks = self.every[rank], len(self.every)
-        for other in range(ranks):
-            part = part_of(self._whole, got.shape, other, ranks)
-            if other != rank and part is not None and self._is_near(part, got):
-                yield f"It is the part of rank {other}."
+        for number in range(ranks):
+            part = part_of(self._whole, got.shape, number, ranks)
+            if number != rank and part is not None and self._is_near(part, got):
+                yield f"It is the part of rank {number}."
         for name, whole in self.wholes.items():
-            part = part_of(whole, got.shape, rank, ranks) if whole.dim() == got.dim() else None
-            if name != self.name and part is not None and self._is_near(part, got):
+            if name == self.name or whole.dim() != got.dim():
+                continue
+            part = part_of(whole, got.shape, rank, ranks)
+            if part is not None and self._is_near(part, got):
                 yield f"It is the part of {name}."
 
     def _of_order(self, rank: int) -> Iterator[str]:
         """Yield which features or heads of the whole a rank has in place of its own, or a change of its own part."""
-        got, whole, axes = self.every[rank], self._whole, CANONICAL_AXES[self.name]
-        cut = [axis for axis, sizes in enumerate(zip(got.shape, whole.shape, strict=True)) if sizes[0] != sizes[1]]
+        got, whole = self.every[rank], self._whole
         near = max(_CERTAIN * self.floor, _LEAST * torch.finfo(got.dtype).eps * float(whole.abs().max()))
-        places = places_in(whole, got, cut[0], near) if len(cut) == 1 else None
-        if places is not None and len(set(places)) == len(places):
-            word = "features" if cut[0] == got.dim() - 1 else "heads"
-            size = len(places)
-            expected = spans(range(rank * size, (rank + 1) * size))
-            yield f"It has the {word} {_in_turn(places)} of the whole, in place of {expected}."
+        yield from self._of_places(rank, near)
         wanted = part_of(whole, got.shape, rank, len(self.every))
-        if wanted is not None:
-            called = "in the whole module", f"on rank {rank}"
-            found = replacement(self.name, axes, (wanted, got), near, called)
-            if found is not None:
-                yield found.sentence
+        if wanted is None:
+            return
+        called = "in the whole module", f"on rank {rank}"
+        change = replacement(self.name, CANONICAL_AXES[self.name], (wanted, got), near, called)
+        if change is not None:
+            yield change.sentence
+
+    def _of_places(self, rank: int, near: float) -> Iterator[str]:
+        """Yield which features or heads of the whole a rank has, if the stage is cut along one of them."""
+        got, whole = self.every[rank], self._whole
+        cut = [axis for axis in range(got.dim()) if got.shape[axis] != whole.shape[axis]]
+        places = places_in(whole, got, cut[0], near) if len(cut) == 1 else None
+        if places is None or len(set(places)) != len(places):
+            return
+        word = "features" if cut[0] == got.dim() - 1 else "heads"
+        size = len(places)
+        expected = spans(range(rank * size, (rank + 1) * size))
+        yield f"It has the {word} {_in_turn(places)} of the whole, in place of {expected}."
 
 
 def _centered(content: Tensor) -> Tensor:

@@ -536,7 +536,7 @@ def _difference_on(
 
 def _vectors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of one dimension: biases, and weights of norms."""
-    return {name: local(each).detach() for name, each in module.named_parameters() if each.dim() == 1}
+    return {name: local(weight).detach() for name, weight in module.named_parameters() if weight.dim() == 1}
 
 
 def _of_every_rank(outcome: _Outcome, named: tuple[Attention, AxisNames], stage: str, ranks: int) -> list[Tensor]:

@@ -104,29 +104,28 @@ def stage_reason(
 
     `called` has the words for the sides: `on the left`.
     """
-    if any(place >= len(side.attentions) for side in (left, right)):
+    if place >= len(left.attentions) or place >= len(right.attentions):
         return None
     ours, theirs = (_Side(side, place, stage) for side in (left, right))
     if ours.content is None or theirs.content is None or ours.content.shape != theirs.content.shape:
         return None
     near = _nearness(ours, theirs)
-    tried = (
-        *_of_numbers(ours, theirs, near, called),
-        *_of_values(ours, theirs, near, called),
-        *_of_positions(ours, theirs, near, called),
-    )
-    return next(iter(tried), None)
+    for tried in (_of_numbers, _of_values, _of_positions):
+        reason = next(tried(ours, theirs, near, called), None)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _nearness(left: _Side, right: _Side) -> float:
     """Return the distance of two numbers up to which they are the same."""
     assert left.content is not None
     assert right.content is not None
-    sides = ((left, right.content), (right, left.content))
-    floor = max(side.run.floor(side.place, side.stage, other, ()) for side, other in sides)
+    left_floor = left.run.floor(left.place, left.stage, right.content, ())
+    right_floor = right.run.floor(right.place, right.stage, left.content, ())
     largest = max(_largest(left.content), _largest(right.content))
     steps = max(torch.finfo(content.dtype).eps for content in (left.content, right.content))
-    return max(_CERTAIN * floor, _LEAST * steps * largest)
+    return max(_CERTAIN * max(left_floor, right_floor), _LEAST * steps * largest)
 
 
 def _largest(content: Tensor) -> float:
@@ -138,9 +137,9 @@ def _of_values(left: _Side, right: _Side, near: float, called: tuple[str, str]) 
     """Yield a change of the stage itself."""
     assert left.content is not None
     assert right.content is not None
-    found = replacement(left.stage, CANONICAL_AXES[left.stage], (left.content, right.content), near, called)
-    if found is not None:
-        yield DiffReason(found.kind, found.sentence)
+    change = replacement(left.stage, CANONICAL_AXES[left.stage], (left.content, right.content), near, called)
+    if change is not None:
+        yield DiffReason(change.kind, change.sentence)
 
 
 def _equal_stages(left: _Side, right: _Side) -> list[str]:
@@ -159,25 +158,29 @@ def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str])
     if left.attention.branches or right.attention.branches:
         return
     equal = _equal_stages(left, right)
-    sides = [(side, side.sources(equal)) for side in (left, right)]
-    ours, theirs = (between(side.run.run.recording, {*sources}, side.tensor) for side, sources in sides)
+    right_sources = right.sources(equal)
+    ours = between(left.run.run.recording, {*left.sources(equal)}, left.tensor)
+    theirs = between(right.run.run.recording, {*right_sources}, right.tensor)
     if not ours or [op.name for op in ours] != [op.name for op in theirs]:
         return
-    expected = left.content
-    for one, other in zip(ours, theirs, strict=True):
-        for number in _unlike_numbers(one, other):
-            changed = {other.index: number.put_into(other)}
-            value = _run_with(right, sides[1][1], theirs, changed)
-            content = None if value is None else right.in_canonical_axes(value)
-            if content is None or expected is None or not _are_near(content, expected, near):
+    for left_op, right_op in zip(ours, theirs, strict=True):
+        for number in _unlike_numbers(left_op, right_op):
+            changed = {right_op.index: number.put_into(right_op)}
+            value = _run_with(right, right_sources, theirs, changed)
+            if value is None or not _is_content_of(left, right.in_canonical_axes(value), near):
                 continue
-            name, mine, yours = number.name, number.left, number.right
+            name, mine, yours = number.name, _written(number.left), _written(number.right)
             sentence = (
-                f"{one.base_name} computes {left.stage} with {name} {_written(mine)} {called[0]} and "
-                f"{_written(yours)} {called[1]} ({other.source}). With {_written(mine)} both are the same."
+                f"{left_op.base_name} computes {left.stage} with {name} {mine} {called[0]} and {yours} {called[1]} "
+                f"({right_op.source}). With {mine} both are the same."
             )
             yield DiffReason("number", sentence)
             return
+
+
+def _is_content_of(side: _Side, content: Tensor | None, near: float) -> bool:
+    """Return whether numbers in canonical axes are those of a stage; not if either is unknown."""
+    return content is not None and side.content is not None and _are_near(content, side.content, near)
 
 
 @dataclass(frozen=True)
@@ -199,17 +202,18 @@ class _Number:
 
 def _unlike_numbers(left: Op, right: Op) -> Iterator[_Number]:
     """Yield the numbers and dtypes in which the arguments of two operations differ."""
-    for place, (one, other) in enumerate(zip(left.args, right.args, strict=False)):
-        if _is_setting(one) and _is_setting(other) and one != other:
-            yield _Number(place, _argument(right, place), one, other)
+    for place, (left_value, right_value) in enumerate(zip(left.args, right.args, strict=False)):
+        if _are_unlike_settings(left_value, right_value):
+            yield _Number(place, _argument(right, place), left_value, right_value)
     for name in left.kwargs.keys() & right.kwargs.keys():
-        one, other = left.kwargs[name], right.kwargs[name]
-        if _is_setting(one) and _is_setting(other) and one != other:
-            yield _Number(name, name, one, other)
+        left_value, right_value = left.kwargs[name], right.kwargs[name]
+        if _are_unlike_settings(left_value, right_value):
+            yield _Number(name, name, left_value, right_value)
 
 
-def _is_setting(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str))
+def _are_unlike_settings(left: object, right: object) -> bool:
+    settings = (bool, int, float, str)
+    return isinstance(left, settings) and isinstance(right, settings) and left != right
 
 
 def _argument(op: Op, place: int) -> str:
@@ -222,18 +226,18 @@ def _argument(op: Op, place: int) -> str:
 
 def _run_with(side: _Side, sources: dict[int, TensorRef], ops: Sequence[Op], changed: dict[int, Op]) -> Tensor | None:
     """Return the stage, from its sources on, with some operations changed; None if one cannot run again."""
-    known: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
 
     def content(tensor: TensorRef) -> Tensor:
-        return known[tensor.id] if tensor.id in known else content_of(side.kept, tensor)
+        return results[tensor.id] if tensor.id in results else content_of(side.kept, tensor)
 
     try:
         with torch.no_grad():
             for op in ops:
-                known.update(run_again(side.run.run.graph, changed.get(op.index, op), content))
+                results.update(run_again(side.run.run.graph, changed.get(op.index, op), content))
     except Exception:  # an operation may raise anything when called directly
         return None
-    return known.get(side.tensor.id)
+    return results.get(side.tensor.id)
 
 
 def _are_near(left: Tensor, right: Tensor, near: float) -> bool:
@@ -281,18 +285,30 @@ def _of_positions(left: _Side, right: _Side, near: float, called: tuple[str, str
 
 def _tokens_before(side: _Side) -> tuple[TensorRef, int] | None:
     """Return what a stage is computed from, and its dimension of positions; None if it is not known."""
-    for name in _MADE_OF.get(side.stage, ()) if side.stage.endswith("_heads") else ():
-        tensor = side.attention.stages.get(name)
-        dims = dims_of(side.names.of_stage(name)) if tensor is not None else []
-        sequence = "query" if name in ("q_proj", "query") else "key"
-        if tensor is not None and [sequence] in dims:
-            return tensor, dims.index([sequence])
+    if side.stage.endswith("_heads"):
+        return _stage_before(side)
     if side.stage not in ("query", "key", "value"):
         return None
-    dims = dims_of(side.names.of_stage(side.stage))
-    sequence = "query" if side.stage == "query" else "key"
-    length = side.tensor.shape[dims.index([sequence])] if [sequence] in dims else 0
+    place = _dimension_of_positions(side, side.stage)
+    length = 0 if place is None else side.tensor.shape[place]
     for named in side.run.run.recording.inputs:
         if len(named.tensor.shape) > 1 and named.tensor.shape[1] == length:
             return named.tensor, 1
     return None
+
+
+def _stage_before(side: _Side) -> tuple[TensorRef, int] | None:
+    """Return the stage that heads are computed from, and its dimension of positions; None if it has none."""
+    for name in _MADE_OF[side.stage]:
+        tensor = side.attention.stages.get(name)
+        place = None if tensor is None else _dimension_of_positions(side, name)
+        if tensor is not None and place is not None:
+            return tensor, place
+    return None
+
+
+def _dimension_of_positions(side: _Side, stage: str) -> int | None:
+    """Return the dimension of a stage that is `query` or `key` alone: 1 of `batch query embed`; None if none is."""
+    dims = dims_of(side.names.of_stage(stage))
+    sequence = "query" if stage in ("q_proj", "query") else "key"
+    return dims.index([sequence]) if [sequence] in dims else None

@@ -15,9 +15,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise, zip_longest
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
-from ...record.site import place_of
+from ...record.site import Place, place_of
 from ...text import message_of
 from .compared import compared_numbers
 
@@ -100,29 +100,51 @@ class Call:
         return bool(getattr(self.layer, "batch_first", True))
 
 
-def _entries(error: BaseException) -> list[tuple[FrameType, TracebackType]]:
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A frame of a traceback, and where it was."""
+
+    frame: FrameType
+    traceback: TracebackType
+
+    @property
+    def line(self) -> int:
+        """The number of the line."""
+        return self.traceback.tb_lineno
+
+    @property
+    def calls_module(self) -> bool:
+        """Whether this is the call of a module, before its forward."""
+        return self.frame.f_code is _MODULE_CALL
+
+
+def _entries(error: BaseException) -> list[_Entry]:
     """Return the frames of an error's traceback, outermost first."""
     entries, tb = [], error.__traceback__
     while tb is not None:
-        entries.append((tb.tb_frame, tb))
+        entries.append(_Entry(tb.tb_frame, tb))
         tb = tb.tb_next
     return entries
 
 
-def _entries_inside(error: BaseException, in_block: bool) -> list[tuple[FrameType, TracebackType]]:
+def _entries_inside(error: BaseException, in_block: bool) -> list[_Entry]:
     """Return the frames from the first module call on; for a block, return all frames."""
     entries = _entries(error)
-    calls = [place for place, (frame, _) in enumerate(entries) if frame.f_code is _MODULE_CALL]
-    return entries if in_block else entries[calls[0] :] if calls else []
+    if in_block:
+        return entries
+    for place, entry in enumerate(entries):
+        if entry.calls_module:
+            return entries[place:]
+    return []
 
 
-def _file(frame: FrameType) -> tuple[str, bool]:
-    """Return the file of a frame as sources show it (empty for forwarding code), and whether it is a library's."""
+def _body_of(frame: FrameType) -> Place | None:
+    """Return the file of a frame as sources show it, and whether it is a library's; None for forwarding code."""
     path, place = frame.f_code.co_filename, place_of(frame.f_code)
-    passes_on = place.file.startswith(_PASSES_ON) or frame.f_code is _MODULE_CALL
-    if passes_on or (path.startswith(_STDLIB) and "-packages" not in path):
-        return "", True
-    return place.file, place.library
+    if place.file.startswith(_PASSES_ON) or frame.f_code is _MODULE_CALL or not place.file:
+        return None
+    is_of_python = path.startswith(_STDLIB) and "-packages" not in path
+    return None if is_of_python else place
 
 
 def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
@@ -131,34 +153,48 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     Returns None if the forward was not entered because the arguments did not fit its signature.
     """
     entries = _entries_inside(error, in_block)
-    bodies = [entry for entry in entries if _file(entry[0])[0]]
+    places = [(entry, _body_of(entry.frame)) for entry in entries]
+    bodies = [(entry, place) for entry, place in places if place is not None]
     if not bodies:
         return None
-    by_user = [entry for entry in bodies if not _file(entry[0])[1]]
-    frame, tb = (by_user or bodies)[-1]
+    by_user = [(entry, place) for entry, place in bodies if not place.library]
     caller = None if by_user else _calling_frame()
     if caller is not None:
         return _site_of_caller(caller, entries)
-    modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is _MODULE_CALL]
-    is_last = bodies[-1] in by_user
-    variables = frame.f_locals if by_user else {}
-    # In a library, the error is about the first argument if that is None, and the error is about an argument there too.
-    names_none = "NoneType" in message_of(error)
-    called, given = _called_module(entries, frame)
-    ours = is_last or _missing(*bodies[-1], names_none)
-    missing = _missing(frame, tb, names_none, only_first=not is_last) if ours else ()
+    innermost, _ = bodies[-1]
+    entry, place = by_user[-1] if by_user else bodies[-1]
+    is_last = bool(by_user) and entry is innermost
+    module = _called_module(entries, entry.frame)
+    compared = compared_numbers(entry.frame, entry.line) if is_last and isinstance(error, AssertionError) else ""
     return Site(
-        source=f"{_file(frame)[0]}:{tb.tb_lineno}",
-        line=linecache.getline(frame.f_code.co_filename, tb.tb_lineno).strip(),
-        variables={name: value for name, value in variables.items() if isinstance(value, torch.Tensor)},
-        module=modules[-1] if modules else None,
+        source=f"{place.file}:{entry.line}",
+        line=linecache.getline(entry.frame.f_code.co_filename, entry.line).strip(),
+        variables=_tensors_of(entry.frame.f_locals) if by_user else {},
+        module=_innermost_module(entries),
         by_user=is_last,
-        raises=is_last and dis.opname[frame.f_code.co_code[max(tb.tb_lasti, 0)]] == "RAISE_VARARGS",
-        missing=missing,
-        compared=compared_numbers(frame, tb.tb_lineno) if is_last and isinstance(error, AssertionError) else "",
-        called=called,
-        given=given,
+        raises=is_last and _raises(entry),
+        missing=_missing(entry, innermost, names_none="NoneType" in message_of(error), is_last=is_last),
+        compared=compared,
+        called=module.arguments,
+        given=module.tensors,
     )
+
+
+def _tensors_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _innermost_module(entries: Sequence[_Entry]) -> object:
+    """Return the innermost module that was called; None without one."""
+    for entry in reversed(entries):
+        if entry.calls_module:
+            return entry.frame.f_locals["self"]
+    return None
+
+
+def _raises(entry: _Entry) -> bool:
+    """Return whether a frame raised with `raise` or `assert`."""
+    return dis.opname[entry.frame.f_code.co_code[max(entry.traceback.tb_lasti, 0)]] == "RAISE_VARARGS"
 
 
 def _calling_frame() -> FrameType | None:
@@ -181,73 +217,117 @@ def _is_of_user(path: str) -> bool:
     return "-packages" + os.sep not in path
 
 
-def _site_of_caller(frame: FrameType, entries: Sequence[tuple[FrameType, TracebackType]]) -> Site:
+def _site_of_caller(frame: FrameType, entries: Sequence[_Entry]) -> Site:
     """Return the site of an error that was raised in a library's own forward, called by a frame of the user."""
-    modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is _MODULE_CALL]
-    called, given = _called_module(entries, None)
+    module = _called_module(entries, None)
     return Site(
         source=f"{place_of(frame.f_code).file}:{frame.f_lineno}",
         line=linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip(),
-        variables={name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)},
-        module=modules[-1] if modules else None,
+        variables=_tensors_of(frame.f_locals),
+        module=_innermost_module(entries),
         by_user=False,
         raises=False,
-        called=called,
-        given=given,
+        called=module.arguments,
+        given=module.tensors,
     )
 
 
-def _called_module(
-    entries: Sequence[tuple[FrameType, TracebackType]], frame: FrameType | None
-) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
-    """Return the arguments of the module that a frame calls, and the tensors among them; empty if it calls none.
+@dataclass(frozen=True)
+class _CalledModule:
+    """What a module is called with."""
 
-    Without a frame, the first module is meant.
-    """
-    place = next((place for place, entry in enumerate(entries) if entry[0] is frame), -1)
-    call = next((inside for inside, _ in entries[place + 1 :] if inside.f_code is _MODULE_CALL), None)
+    arguments: tuple[str, ...] = ()
+    """The arguments that its forward takes."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors that it is given, by argument."""
+
+
+def _called_module(entries: Sequence[_Entry], frame: FrameType | None) -> _CalledModule:
+    """Return what a frame calls a module with; nothing if it calls none. Without a frame, the first module is meant."""
+    start = next((place for place, entry in enumerate(entries, 1) if entry.frame is frame), 0)
+    call = next((entry.frame for entry in entries[start:] if entry.calls_module), None)
     if call is None:
-        return (), {}
+        return _CalledModule()
     try:
         signature = inspect.signature(call.f_locals["self"].forward)
         bound = signature.bind(*call.f_locals["args"], **call.f_locals["kwargs"])
     except (TypeError, ValueError):  # the arguments do not fit, or the forward has no signature
-        return (), {}
-    tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
-    return tuple(signature.parameters), tensors
+        return _CalledModule()
+    return _CalledModule(tuple(signature.parameters), _tensors_of(bound.arguments))
 
 
-def _missing(frame: FrameType, tb: TracebackType, names_none: bool, *, only_first: bool = False) -> tuple[str, ...]:
-    """Return the arguments of a function that are None and are operands of the expression that raised.
+# -- arguments that are None ------------------------------------------------------------------------------------------
 
-    Without `names_none` the message is not about None: only an argument that a mask is made of counts. With
-    `only_first` only the first argument of a call counts.
+
+def _missing(entry: _Entry, innermost: _Entry, *, names_none: bool, is_last: bool) -> tuple[str, ...]:
+    """Return the arguments of a function of the user that are None where the expression that raised uses them.
+
+    Without `names_none` the message is not about None: only an argument that a mask is made of counts. In a library
+    (not `is_last`), the error must be about an argument there too, and about the first one of the user's call.
     """
+    if not _empty_arguments(entry.frame):
+        return ()
+    if is_last:
+        return _used_empty(entry, _expressions_at(entry), names_none)
+    if not _empty_arguments(innermost.frame) or not _used_empty(innermost, _expressions_at(innermost), names_none):
+        return ()
+    calls = [node for node in _expressions_at(entry) if isinstance(node, ast.Call)]
+    return _used_empty(entry, [ast.Tuple(node.args[:1]) for node in calls], names_none)
+
+
+def _empty_arguments(frame: FrameType) -> list[str]:
+    """Return the arguments of a function that are None."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    empty = [name for name in names if frame.f_locals.get(name, frame) is None]
+    return [name for name in names if name in frame.f_locals and frame.f_locals[name] is None]
+
+
+def _used_empty(entry: _Entry, expressions: Iterable[ast.AST], names_none: bool) -> tuple[str, ...]:
+    """Return the arguments of a function that are None and are operands of expressions."""
+    used: set[str] = set()
+    for node in expressions:
+        used.update(_names_of_masks(node))
+        if names_none:
+            used.update(_operands(node))
+    return tuple(name for name in _empty_arguments(entry.frame) if name in used)
+
+
+def _expressions_at(entry: _Entry) -> list[ast.AST]:
+    """Return the nodes of the code that raised, at its columns; none if the file is not Python."""
+    code = entry.frame.f_code
     try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename))) if empty else ast.Module([], [])
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or nested too deeply
-        return ()
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == tb.tb_lineno]
-    _, *span = next(islice(code.co_positions(), tb.tb_lasti // 2, None))
-    nodes = [node for node in nodes if [node.end_lineno, node.col_offset, node.end_col_offset] == span]
-    if only_first:
-        nodes = [ast.Tuple(node.args[:1]) for node in nodes if isinstance(node, ast.Call)]
-    used = {name for node in nodes for name, is_masks in _operands(node) if is_masks or names_none}
-    return tuple(name for name in empty if name in used)
+        return []
+    _, *span = next(islice(code.co_positions(), entry.traceback.tb_lasti // 2, None))
+    nodes: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.expr, ast.stmt)) or node.lineno != entry.line:
+            continue
+        if [node.end_lineno, node.col_offset, node.end_col_offset] == span:
+            nodes.append(node)
+    return nodes
 
 
-def _operands(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield the variables that an expression uses, and whether a mask is made of it: `fill(mask == 0, value)`."""
-    fills = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TAKE_MASKS
+def _operands(node: ast.AST) -> Iterator[str]:
+    """Yield the variables that are operands of an expression: `a` and `c` of `f(a, b.x, key=c)`."""
     for child in ast.iter_child_nodes(node):
         value = child.value if isinstance(child, ast.keyword) else child
         if isinstance(value, ast.Name):
-            yield value.id, False
-        elif fills and isinstance(value, ast.Compare):
-            yield from ((name, True) for name, _ in _operands(value))
+            yield value.id
+
+
+def _names_of_masks(node: ast.AST) -> Iterator[str]:
+    """Yield the variables that a mask is made of: `mask` of `scores.masked_fill(mask == 0, value)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in _TAKE_MASKS:
+        return
+    for child in ast.iter_child_nodes(node):
+        value = child.value if isinstance(child, ast.keyword) else child
+        if isinstance(value, ast.Compare):
+            yield from _operands(value)
+
+
+# -- calls of torch ---------------------------------------------------------------------------------------------------
 
 
 class CallWatch(TorchFunctionMode):
@@ -278,28 +358,30 @@ def _name_of(function: Any) -> str:
     if name.startswith("torch.") and getattr(torch, called, None) is function:
         name = f"torch.{called}"  # an alias may be found first: torch.spmm is torch.mm
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor."), ("torch.functional.", "torch.")):
-        name = short + name[len(long) :] if name.startswith(long) else name
+        if name.startswith(long):
+            name = f"{short}{name.removeprefix(long)}"
     return name
 
 
 def dispatched(error: BaseException) -> Call | None:
     """Return the innermost operation that was dispatched when a recorded run raised; None without one."""
     code = Recorder.__torch_dispatch__.__code__
-    frames = [frame.f_locals for frame, _ in _entries(error) if frame.f_code is code]
+    frames = [entry.frame for entry in _entries(error) if entry.frame.f_code is code]
     if not frames:
         return None
-    func = frames[-1]["func"]
-    return Call(str(func), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}, function=func)
+    values = frames[-1].f_locals
+    return Call(str(values["func"]), tuple(values["args"]), values["kwargs"] or {}, function=values["func"])
 
 
 def method_of(error: BaseException) -> Call | None:
     """Return the method of a tensor, written in Python, in which an error was raised: `unflatten`; None if none was."""
-    frame = _entries(error)[-1][0]
+    frame = _entries(error)[-1].frame
     code = frame.f_code
     method = getattr(torch.Tensor, code.co_name, None)
-    is_method = getattr(method, "__code__", None) is code
+    if getattr(method, "__code__", None) is not code:
+        return None
     args = tuple(frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
-    return Call(f"Tensor.{code.co_name}", args, function=method) if is_method else None
+    return Call(f"Tensor.{code.co_name}", args, function=method)
 
 
 def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
@@ -307,19 +389,24 @@ def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
 
     The arguments include the weight of the layer if its device or dtype differs from theirs.
     """
-    frames = [frame for frame, _ in _entries_inside(error, in_block)]
-    for before, frame in zip(reversed(frames[:-1]), reversed(frames[1:]), strict=True):
-        if frame.f_code in _LAYER_FORWARDS and before.f_code is _MODULE_CALL:
-            layer, called = frame.f_locals["self"], before.f_locals
-            bound = inspect.signature(layer.forward).bind(*called["args"], **called["kwargs"])
-            given = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
-            weight = next(layer.parameters())
-            dtypes = {value.dtype for value in given.values() if value.is_floating_point()}
-            if {value.device for value in given.values()} - {weight.device} or dtypes - {weight.dtype}:
-                given["weight"] = weight
-            again = again_of(layer, bound.arguments)
-            return Call(_LAYER_FORWARDS[frame.f_code], kwargs=given, layer=layer, function=again)
+    entries = _entries_inside(error, in_block)
+    for before, entry in reversed(list(pairwise(entries))):
+        if entry.frame.f_code in _LAYER_FORWARDS and before.calls_module:
+            values = before.frame.f_locals
+            name = _LAYER_FORWARDS[entry.frame.f_code]
+            return _call_of(name, entry.frame.f_locals["self"], values["args"], values["kwargs"])
     return None
+
+
+def _call_of(name: str, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Return a call of a layer, with its weight if a tensor has another device or dtype."""
+    arguments = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+    tensors = _tensors_of(arguments)
+    weight = next(layer.parameters())
+    for value in list(tensors.values()):
+        if value.device != weight.device or (value.is_floating_point() and value.dtype != weight.dtype):
+            tensors["weight"] = weight
+    return Call(name, kwargs=tensors, layer=layer, function=again_of(layer, arguments))
 
 
 def again_of(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -328,16 +415,17 @@ def again_of(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., An
     None if hooks or modules of the user would run again. If the layer's weight among the arguments was converted, a
     copy of the layer is.
     """
-    inside = [*layer.modules()]
-    is_torchs = all(type(each).__module__.startswith("torch.nn.") for each in inside)
-    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in inside if each is not layer)
-    if not is_torchs or has_hooks:
-        return None
+    for module in layer.modules():
+        if not type(module).__module__.startswith("torch.nn."):
+            return None
+        if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
+            return None
 
     def again(**replaced: Any) -> Any:
-        weight, own = replaced.pop("weight", None), next(layer.parameters())
-        is_converted = weight is not None and (weight.dtype, weight.device) != (own.dtype, own.device)
-        called = copy.deepcopy(layer).to(weight.device, weight.dtype) if is_converted else layer
+        weight, weight_of_layer = replaced.pop("weight", None), next(layer.parameters())
+        called = layer
+        if weight is not None and (weight.dtype, weight.device) != (weight_of_layer.dtype, weight_of_layer.device):
+            called = copy.deepcopy(layer).to(weight.device, weight.dtype)
         return called.forward(**{**arguments, **replaced})
 
     return again
@@ -352,9 +440,9 @@ def tensors_of(call: Call | None, site: Site) -> Iterator[tuple[str, torch.Tenso
         words = dict.fromkeys(re.findall(r"\w+", site.line)) if site.by_user else ()
         yield from (("", site.variables[word]) for word in words if word in site.variables)
         return
-    roles = _ROLES.get(call.base, ())
-    named = [(roles[place] if place < len(roles) else "", value) for place, value in enumerate(call.args)]
-    for role, value in (*named, *call.kwargs.items()):
+    roles = _ROLES.get(call.base, ())[: len(call.args)]
+    by_place = zip_longest(roles, call.args, fillvalue="")
+    for role, value in (*by_place, *call.kwargs.items()):
         yield from ((role, tensor) for _, tensor in tensors_in(value))
 
 
@@ -370,10 +458,14 @@ def written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], p
     inner = op.module.removeprefix(f"{path}." if path else "")
     if op.module not in ("", path) and inner.count(".") < 2:
         return f"{inner}(...)"
-    name = written(recording, op.inputs[0], names, path) if op.inputs else ""
+    if not op.inputs:
+        return ""
+    name = written(recording, op.inputs[0], names, path)
     if name and op.base_name == "_to_copy":
         return f"{name}.to(...)"
     if not name or len(op.inputs) > 1 or not hasattr(torch.Tensor, op.base_name):
         return ""
-    settings = (part for arg in op.args[1:] for part in (arg if isinstance(arg, tuple) else (arg,)))
-    return f"{name}.{op.base_name}({', '.join(map(str, settings))})"
+    settings: list[str] = []
+    for arg in op.args[1:]:
+        settings += map(str, arg) if isinstance(arg, tuple) else [str(arg)]
+    return f"{name}.{op.base_name}({', '.join(settings)})"

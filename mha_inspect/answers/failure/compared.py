@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,14 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _SIZES = ("shape", "ndim")
 _METHODS = ("size", "dim", "numel")
 
@@ -36,25 +45,50 @@ def compared_numbers(frame: FrameType, line: int) -> str:
 
     `key_padding_mask.size(1) is 11 (dimension 0 of key) and tgt_len is 7 (dimension 0 of query).`
     """
-    node = _assert_at(frame.f_code.co_filename, line)
-    if node is None:
+    statement = _assert_at(frame.f_code.co_filename, line)
+    if statement is None:
         return ""
-    tests = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
-    for test in tests:
-        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+    for test in _conditions(statement.test):
+        comparison = _comparison_of(test, frame.f_locals)
+        if comparison is None:
             return ""
-        sides = (test.left, test.comparators[0])
-        try:
-            numbers = [_value(side, frame.f_locals) for side in sides]
-        except _UnknownError:
-            return ""
-        if not all(_is_number(number) for number in numbers):
-            return ""
-        if _holds(test.ops[0], *numbers):
-            continue
-        said = [_said(side, number, frame.f_locals) for side, number in zip(sides, numbers, strict=True)]
-        return f"{' and '.join(filter(None, said))}."
+        if not _is_true(comparison):
+            left = _described(comparison.left, comparison.left_number, frame.f_locals)
+            right = _described(comparison.right, comparison.right_number, frame.f_locals)
+            return f"{left} and {right}."
     return ""
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The two sides of `mask.size(1) == length`, with their numbers."""
+
+    operator: ast.cmpop
+    left: ast.expr
+    right: ast.expr
+    left_number: Any
+    """A number, or the sizes of a tensor."""
+    right_number: Any
+
+
+def _conditions(test: ast.expr) -> list[ast.expr]:
+    """Return the conditions of `a and b`, in order."""
+    is_and = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
+    return test.values if isinstance(test, ast.BoolOp) and is_and else [test]
+
+
+def _comparison_of(test: ast.expr, variables: Mapping[str, Any]) -> _Comparison | None:
+    """Return a comparison of two sides whose numbers are known; None for other conditions."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    left, right = test.left, test.comparators[0]
+    try:
+        left_number, right_number = _value(left, variables), _value(right, variables)
+    except _UnknownError:
+        return None
+    if not _is_number(left_number) or not _is_number(right_number):
+        return None
+    return _Comparison(test.ops[0], left, right, left_number, right_number)
 
 
 def _assert_at(file: str, line: int) -> ast.Assert | None:
@@ -74,35 +108,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _holds(comparison: ast.cmpop, left: Any, right: Any) -> bool:
-    known: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-        ast.Eq: operator.eq,
-        ast.NotEq: operator.ne,
-        ast.Lt: operator.lt,
-        ast.LtE: operator.le,
-        ast.Gt: operator.gt,
-        ast.GtE: operator.ge,
-    }
-    compare = known.get(type(comparison))
+def _is_true(comparison: _Comparison) -> bool:
+    """Return whether a comparison is true; one by `in` or `is` counts as true, because numbers do not explain it."""
+    compare = _COMPARES.get(type(comparison.operator))
     try:
-        return compare is None or bool(compare(left, right))
+        return compare is None or bool(compare(comparison.left_number, comparison.right_number))
     except TypeError:  # a number and sizes
         return False
 
 
-def _said(side: ast.expr, number: Any, variables: Mapping[str, Any]) -> str:
+def _described(side: ast.expr, number: Any, variables: Mapping[str, Any]) -> str:
     """Return an expression with its number, and the dimensions of other tensors that have this size."""
     if isinstance(side, ast.Constant):
         return f"{ast.unparse(side)} is expected"
     shown = list(number) if isinstance(number, tuple) else number
-    said = f"{ast.unparse(side)} is {shown}"
     used = {part.id for part in ast.walk(side) if isinstance(part, ast.Name)}
-    sizes = [
-        f"dimension {value.shape.index(number)} of {name}"
-        for name, value in variables.items()
-        if isinstance(value, Tensor) and name not in used and number in value.shape and number > 1
-    ]
-    return f"{said} ({listed(sizes[:3])})" if sizes else said
+    sizes = []
+    for name, value in variables.items():
+        if isinstance(value, Tensor) and name not in used and number in value.shape and number > 1:
+            sizes.append(f"dimension {value.shape.index(number)} of {name}")
+    where = f" ({listed(sizes[:3])})" if sizes else ""
+    return f"{ast.unparse(side)} is {shown}{where}"
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
@@ -114,28 +140,36 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Attribute):
         return _attribute(_value(node.value, variables), node.attr)
     if isinstance(node, (ast.Tuple, ast.List)):
-        return tuple(_value(each, variables) for each in node.elts)
+        return tuple(_value(element, variables) for element in node.elts)
     if isinstance(node, ast.Subscript):
         return _item(_value(node.value, variables), _value(node.slice, variables))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_plain(_value(node.operand, variables))
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        left, right = (_plain(_value(each, variables)) for each in (node.left, node.right))
-        try:
-            return _ARITHMETIC[type(node.op)](left, right)
-        except ZeroDivisionError:
-            raise _UnknownError from None
+    if isinstance(node, ast.BinOp):
+        return _calculated(node, variables)
     if isinstance(node, ast.Call) and not node.keywords:
         return _called(node, variables)
     raise _UnknownError
 
 
+def _calculated(node: ast.BinOp, variables: Mapping[str, Any]) -> Any:
+    """Return the result of arithmetic: `embed_dim // num_heads`."""
+    calculate = _ARITHMETIC.get(type(node.op))
+    if calculate is None:
+        raise _UnknownError
+    left, right = _plain(_value(node.left, variables)), _plain(_value(node.right, variables))
+    try:
+        return calculate(left, right)
+    except ZeroDivisionError:
+        raise _UnknownError from None
+
+
 def _attribute(owner: Any, name: str) -> Any:
     """Return sizes of a tensor, or what is stored in a module under a name; a property would run code."""
     if isinstance(owner, Tensor):
-        if name in _SIZES:
-            return tuple(owner.shape) if name == "shape" else owner.dim()
-        raise _UnknownError
+        if name not in _SIZES:
+            raise _UnknownError
+        return tuple(owner.shape) if name == "shape" else owner.dim()
     if isinstance(owner, nn.Module):
         for kept in (vars(owner), owner._modules, owner._parameters, owner._buffers):
             if name in kept:
@@ -159,15 +193,19 @@ def _called(node: ast.Call, variables: Mapping[str, Any]) -> Any:
     """Return the result of `x.size(1)`, `x.dim()`, `x.numel()` or `len(x)` for a tensor."""
     args = [_value(arg, variables) for arg in node.args]
     if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
-        owner = _value(node.func.value, variables)
-        if not isinstance(owner, Tensor):
-            raise _UnknownError
-        shape = tuple(owner.shape)
-        if node.func.attr == "size":
-            return _item(shape, args[0]) if args else shape
-        return len(shape) if node.func.attr == "dim" else owner.numel()
-    is_len = isinstance(node.func, ast.Name) and node.func.id == "len" and "len" not in variables and len(args) == 1
-    sizes = tuple(args[0].shape) if is_len and isinstance(args[0], Tensor) else ()
-    if not sizes:
+        return _method(_value(node.func.value, variables), node.func.attr, args)
+    is_len = isinstance(node.func, ast.Name) and node.func.id == "len" and "len" not in variables
+    if not is_len or len(args) != 1 or not isinstance(args[0], Tensor) or not args[0].shape:
         raise _UnknownError
-    return sizes[0]
+    return args[0].shape[0]
+
+
+def _method(owner: Any, name: str, args: Sequence[Any]) -> Any:
+    """Return the result of a method of a tensor that reads its sizes."""
+    if not isinstance(owner, Tensor):
+        raise _UnknownError
+    if name == "dim":
+        return owner.dim()
+    if name == "numel":
+        return owner.numel()
+    return _item(tuple(owner.shape), args[0]) if args else tuple(owner.shape)

@@ -10,7 +10,6 @@ no knowledge of the code are tried: an axis, a cut, sizes of a view, parts of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
@@ -18,7 +17,8 @@ from torch import Tensor
 from ... import text
 from ...record.ops import Op
 from .facts import BROADCASTS, VIEWS, Facts, Operand, first_clash
-from .tried import Edit, Fix, of_shape
+from .suspect import Shape, Suspect
+from .tried import Edit, Fix, of_shape, runs
 
 _LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
@@ -28,17 +28,15 @@ _NEAR = 8
 """Operations between a cut of a projection and the call that fails."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mismatch:
-    """What does not fit in a call, and edits with which it may run."""
-
-    name: str
-    """One of `causes.CAUSES`."""
-    explanation: str
-    fixes: tuple[Fix, ...]
+def mismatch_with_edit(facts: Facts) -> Suspect | None:
+    """Return what does not fit in the failing call, where it runs with an edit; else None."""
+    for suspect in _mismatches(facts):
+        if any(runs(facts.call, fix) for fix in suspect.fixes):
+            return suspect
+    return None
 
 
-def mismatches(facts: Facts) -> Iterator[Mismatch]:
+def _mismatches(facts: Facts) -> Iterator[Suspect]:
     """Yield what does not fit in the failing call; nothing if no edit is known."""
     if facts.base in BROADCASTS | _LOGICAL and len(facts.operands) == 2:
         left, right = facts.operands
@@ -53,7 +51,7 @@ def mismatches(facts: Facts) -> Iterator[Mismatch]:
 # -- axes and sizes of two operands -----------------------------------------------------------------------------------
 
 
-def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
+def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Suspect]:
     """Judge an operand of fewer dimensions that fits the other one with an axis of size one."""
     if len(left.shape) == len(right.shape):
         return
@@ -75,7 +73,7 @@ def _lacking_axis(facts: Facts, left: Operand, right: Operand) -> Iterator[Misma
             f"{fewer.is_shape}, {text.plural(len(fewer.shape), 'dimension')}; {more.text} has {len(more.shape)}: "
             f"{_called(fewer)} lacks one for {axis}."
         )
-        yield Mismatch("lacks_an_axis", what, (fix,))
+        yield Suspect("lacks_an_axis", what, (fix,))
         return
 
 
@@ -93,92 +91,109 @@ def _called(operand: Operand) -> str:
     return operand.variable or operand.name
 
 
-def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
+def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Suspect]:
     """Judge two operands that differ in the size of one dimension: a mask of all keys, or a table for all features."""
     place = first_clash(left.shape, right.shape)
-    if place is None:
+    if place is None or place < -2:
         return
     longer, shorter = (left, right) if left.shape[place] > right.shape[place] else (right, left)
-    has, wanted = longer.shape[place], shorter.shape[place]
-    if longer.from_scores or place < -2:
+    if longer.from_scores:
         return
-    if longer.dtype == "bool" and not shorter.from_scores and facts.base not in _LOGICAL:
+    combines_masks = facts.base in _LOGICAL
+    if longer.dtype == "bool" and not shorter.from_scores and not combines_masks:
         return  # which keys a mask is for is known from the scores alone
-    is_of_keys = facts.base in _LOGICAL or shorter.from_scores
-    if not is_of_keys and not (place == -1 and len(longer.shape) < len(shorter.shape)):
-        return
-    behind = ", :" * (-1 - place)
-    first = _cut(longer, place, wanted, f"[..., :{wanted}{behind}]", from_start=True)
-    what = f"{longer.is_shape}, and {shorter.is_shape}: {has} and {wanted} in their last dimension."
-    if place != -1:
-        what = f"{longer.is_shape}, and {shorter.is_shape}: {has} and {wanted} in dimension {place}."
-    if is_of_keys:
-        last = _cut(longer, place, wanted, f"[..., -{wanted}:{behind}]", from_start=False)
-        keys = "keys" if place == -1 else "queries"
-        what += f" One covers {has} {keys}, the other {wanted}."
-        last_ones = Fix(f"{last.text} for the last {wanted} {keys}, as a cache of the latest keeps", last.edits)
-        yield Mismatch("mask_size", what, (last_ones, Fix(f"{first.text} for the first {wanted}", first.edits)))
-        return
-    fixes = (Fix(f"make {_called(longer)} for {wanted} features, or take {first.text}", first.edits),)
-    yield Mismatch("table_size", f"{what} The table is for {has} features.", fixes)
+    where = "their last dimension" if place == -1 else f"dimension {place}"
+    what = f"{longer.is_shape}, and {shorter.is_shape}: {longer.shape[place]} and {shorter.shape[place]} in {where}."
+    if combines_masks or shorter.from_scores:
+        yield _longer_mask(longer, place, shorter.shape[place], what)
+    elif place == -1 and len(longer.shape) < len(shorter.shape):
+        yield _wider_table(longer, shorter.shape[place], what)
 
 
-def _cut(operand: Operand, place: int, size: int, index: str, *, from_start: bool) -> Fix:
-    """Return the fix to take the first or the last of a dimension."""
-    start = 0 if from_start else operand.shape[place] - size
-    return Fix(f"{operand.name}{index}", [(operand, lambda tensor: tensor.narrow(place, start, size))])
+def _longer_mask(mask: Operand, place: int, wanted: int, what: str) -> Suspect:
+    """Return the cause of a mask for more keys, or for more queries in dimension -2; `what` says the sizes."""
+    unit = "keys" if place == -1 else "queries"
+    behind = "" if place == -1 else ", :"
+    first = f"{mask.name}[..., :{wanted}{behind}] for the first {wanted}"
+    last = f"{mask.name}[..., -{wanted}:{behind}] for the last {wanted} {unit}, as a cache of the latest keeps"
+    start = mask.shape[place] - wanted
+    return Suspect(
+        "mask_size",
+        f"{what} One covers {mask.shape[place]} {unit}, the other {wanted}.",
+        (
+            Fix(last, [(mask, lambda tensor: tensor.narrow(place, start, wanted))]),
+            Fix(first, [(mask, lambda tensor: tensor.narrow(place, 0, wanted))]),
+        ),
+    )
+
+
+def _wider_table(table: Operand, wanted: int, what: str) -> Suspect:
+    """Return the cause of a table for more features than the other operand has; `what` says the sizes."""
+    way = f"make {_called(table)} for {wanted} features, or take {table.name}[..., :{wanted}]"
+    cut = [(table, lambda tensor: tensor.narrow(-1, 0, wanted))]
+    return Suspect("table_size", f"{what} The table is for {table.shape[-1]} features.", (Fix(way, cut),))
 
 
 # -- views ------------------------------------------------------------------------------------------------------------
 
 
-def _sizes_of_view(facts: Facts) -> Iterator[Mismatch]:
+def _sizes_of_view(facts: Facts) -> Iterator[Suspect]:
     """Judge a view that takes one size of its operand twice, and another not at all."""
     operand, sizes = facts.operands[0], facts.sizes_of_view
     if -1 in sizes or not sizes or prod(sizes) == prod(operand.shape):
         return
-    kept = tuple(size for size in operand.shape if size != 1)
     for place, size in enumerate(sizes):
-        others = prod(sizes[:place] + sizes[place + 1 :])
-        right, rest = divmod(prod(operand.shape), others) if others else (0, 1)
-        asked = (*sizes[:place], right, *sizes[place + 1 :])
-        if rest or sizes.count(size) < 2 or tuple(size for size in asked if size != 1) != kept:
+        right_sizes = _with_right_size(operand, sizes, place)
+        if right_sizes is None or sizes.count(size) < 2 or not _are_alike(right_sizes, operand.shape):
             continue
-        way = f"{operand.name}.reshape({', '.join(map(str, asked))})"
-        yield Mismatch(
+        way = f"{operand.name}.reshape({', '.join(map(str, right_sizes))})"
+        yield Suspect(
             "view_sizes",
             f"{operand.is_shape}; {text.shape(sizes)} takes {size} twice.",
-            (Fix(way, [(operand, of_shape(asked))], function=_reshaped(asked)),),
+            (Fix(way, [(operand, of_shape(right_sizes))], function=_reshaped(right_sizes)),),
         )
         return
+
+
+def _with_right_size(operand: Operand, sizes: Shape, place: int) -> Shape | None:
+    """Return the sizes of a view with the one at a place that the others leave; None if they do not divide it."""
+    rest_of_sizes = prod(sizes[:place] + sizes[place + 1 :])
+    if not rest_of_sizes or prod(operand.shape) % rest_of_sizes:
+        return None
+    return (*sizes[:place], prod(operand.shape) // rest_of_sizes, *sizes[place + 1 :])
+
+
+def _are_alike(sizes: Shape, shape: Shape) -> bool:
+    """Return whether sizes are those of a shape in the same order, except for ones."""
+    return [size for size in sizes if size != 1] == [size for size in shape if size != 1]
 
 
 # -- parts of a projection --------------------------------------------------------------------------------------------
 
 
-def _parts_of_projection(facts: Facts) -> Iterator[Mismatch]:
+def _parts_of_projection(facts: Facts) -> Iterator[Suspect]:
     """Judge equal parts of a packed projection whose parts are not equal: few keys and values for many queries."""
     operand, wanted = _features_wanted(facts)
-    if operand is None or not operand.shape or operand.shape[-1] == wanted:
+    if operand is None or operand.shape[-1] == wanted:
         return
-    has = operand.shape[-1]
-    whole = _cut_from(facts, operand)
+    has, whole = operand.shape[-1], _cut_from(facts, operand)
+    # The features of k and v together.
     rest = whole - wanted
     if whole != 3 * has or rest <= 0 or rest % 2 or wanted % (rest // 2):
         return
-    each = rest // 2
-    way = f"split([{wanted}, {each}, {each}], -1) in the place of three equal parts"
-    yield Mismatch(
+    kv_width = rest // 2
+    way = f"split([{wanted}, {kv_width}, {kv_width}], -1) in the place of three equal parts"
+    yield Suspect(
         "unequal_parts",
         f"{operand.name} has {has} features, a third of {whole}; {wanted} are expected. With fewer key heads than "
-        f"query heads, {whole} are {wanted} of q, {each} of k and {each} of v.",
+        f"query heads, {whole} are {wanted} of q, {kv_width} of k and {kv_width} of v.",
         (Fix(way, [(operand, of_shape((*operand.shape[:-1], wanted)))]),),
     )
 
 
 def _features_wanted(facts: Facts) -> tuple[Operand | None, int]:
     """Return the input of a call and the features that it takes: those of its weight, or of the heads of a view."""
-    if not facts.operands:
+    if not facts.operands or not facts.operands[0].shape:
         return None, 0
     operand = facts.operands[0]
     if facts.base in _TAKES_FEATURES and len(facts.operands) > 1:
@@ -209,24 +224,24 @@ def _cut_from(facts: Facts, operand: Operand) -> int:
 # -- the rows of W_o --------------------------------------------------------------------------------------------------
 
 
-def _rows_of_output(facts: Facts) -> Iterator[Mismatch]:
+def _rows_of_output(facts: Facts) -> Iterator[Suspect]:
     """Judge an output projection made for the width of the keys, where the values have another."""
-    heads = {name: facts.reached.stages.get(f"{name}_heads") for name in "qv"}
-    if facts.pair is None or heads["q"] is None or heads["v"] is None:
+    q_heads, v_heads = (facts.reached.stages.get(stage) for stage in ("q_heads", "v_heads"))
+    if facts.pair is None or q_heads is None or v_heads is None:
         return
-    operand, weight = facts.pair
-    if len(weight.shape) != 2 or not operand.shape or operand.shape[-1] == weight.shape[0]:
+    context, weight = facts.pair
+    if len(weight.shape) != 2 or not context.shape or context.shape[-1] == weight.shape[0]:
         return
-    count = _count_of_heads(operand.shape[-1], heads["v"].shape)
-    if not count or weight.shape[0] != count * heads["q"].shape[-1]:
+    (rows, columns), key_width, value_width = weight.shape, q_heads.shape[-1], v_heads.shape[-1]
+    count = _count_of_heads(context.shape[-1], v_heads.shape)
+    if not count or rows != count * key_width:
         return
-    (asked, width), of_values = (weight.shape, heads["v"].shape[-1])
-    right = (count * of_values, width)
-    yield Mismatch(
+    right_shape = (count * value_width, columns)
+    yield Suspect(
         "output_rows",
-        f"{weight.name} has {asked} rows, {count} heads of {heads['q'].shape[-1]} features as the keys have; the "
-        f"context has {count} heads of {of_values}, as the values have.",
-        (Fix(f"make {weight.name} {text.shape(right)}", [(weight, of_shape(right))]),),
+        f"{weight.name} has {rows} rows, {count} heads of {key_width} features as the keys have; the "
+        f"context has {count} heads of {value_width}, as the values have.",
+        (Fix(f"make {weight.name} {text.shape(right_shape)}", [(weight, of_shape(right_shape))]),),
     )
 
 

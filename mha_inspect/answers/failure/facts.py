@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from ... import text
 from ...naming.pattern import dims_of
+from ...record.ops import Recording, TensorRef
 from ...record.ranks import local, piece_of
 from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand
@@ -23,7 +26,6 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that split or merge dimensions."""
 
@@ -145,18 +147,23 @@ class Facts:
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
         """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
-        graph, scores = self.reached.graph, next((o for o in self.operands if o.from_scores), None)
-        others = [o for o in self.operands if not o.from_scores and o.shape]
-        of_weights = {o for o in others if any(map(graph.is_weight, behind_of(graph, o.given.tensor)))}
-        mask = next((o for o in others if o not in of_weights), None)
-        return None if scores is None or mask is None or self.base not in BROADCASTS else (mask, scores)
+        scores = next((o for o in self.operands if o.from_scores), None)
+        if scores is None or self.base not in BROADCASTS:
+            return None
+        for operand in self.operands:
+            if operand.from_scores or not operand.shape:
+                continue
+            if not any(map(self.reached.graph.is_weight, behind_of(self.reached.graph, operand.given.tensor))):
+                return operand, scores
+        return None
 
     @property
     def mixes_dtypes(self) -> bool:
         """Whether the error is about dtypes, and the operands have several."""
-        words = ("dtype", "scalar type", "data type")
-        said = "boolean mask" not in self.message and any(word in self.message for word in words)
-        return said and len({o.dtype for o in self.operands}) > 1
+        if "boolean mask" in self.message:
+            return False
+        names_dtypes = any(word in self.message for word in ("dtype", "scalar type", "data type"))
+        return names_dtypes and len({o.dtype for o in self.operands}) > 1
 
     @property
     def mixes_devices(self) -> bool:
@@ -186,56 +193,109 @@ class Facts:
 
 def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
     """Return the facts of a failing call; if the call is unknown, those of its operands."""
-    recording, path = run.recording, recorder.path_of(site.module)
-    variables = {recorder.identify(value).id: name for name, value in reversed(list(site.variables.items()))}
-    kept = {name: value for name, value in getattr(site.module, "__dict__", {}).items() if isinstance(value, Tensor)}
-    names = {recorder.identify(value).id: name for name, value in kept.items()}
-    names |= {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | variables
     tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
+    names = _Names.of(run, site, recorder)
     reached = reach(run, call or Call(), tensors if call is not None else ())
-    operands = []
-    for number, given in enumerate(tensors, 1):
-        tensor = given.tensor
-        stage = next((stage for stage, known in reached.stages.items() if known.id == tensor.id), "")
-        name = written(recording, tensor, names, path) or stage or given.role or f"operand {number}"
-        nearest = [variables.get(step.id, "") for step, _ in reached.steps_back(tensor)][:2]
-        operands.append(
-            Operand(
-                role=given.role,
-                name=name,
-                variable=next(filter(None, nearest), name),
-                given=given,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                device=str(given.value.device),
-                axes=reached.of(tensor),
-                part=reached.roles.get(tensor.id, ""),
-                from_scores=reached.is_of_scores(tensor),
-                is_table=reached.is_table(tensor),
-            )
-        )
-    weights = site.module.parameters() if isinstance(site.module, nn.Module) else ()
-    pieces = ((local(weight).shape, piece.whole) for weight in weights if (piece := piece_of(weight)) is not None)
-    cut = {mine[0]: whole[0] for mine, whole in pieces if mine[:1] != whole[:1]}
-    unpacks_shape = re.search(r"\.(shape|size\()", site.line) is not None
-    passed = {}
-    for argument, value in site.given.items():
-        tensor = recorder.identify(value)
-        passed[argument] = Passed(written(recording, tensor, names, path) or argument, value)
+    operands = [_operand_of(given, number, reached, names) for number, given in enumerate(tensors, 1)]
     return Facts(
         error=error,
         message=message,
         call=call or Call(),
         operands=tuple(operands),
         reached=reached,
-        variables=variables,
+        variables=names.variables,
         missing=site.missing,
-        unpacks_shape=unpacks_shape,
+        unpacks_shape=re.search(r"\.(shape|size\()", site.line) is not None,
         line=site.line if site.by_user else "",
         called=site.called,
-        passed=passed,
-        cut=cut,
+        passed=_passed(site, recorder, names),
+        cut=_rows_cut(site.module),
     )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of tensors where the line stands that failed."""
+
+    recording: Recording
+    variables: Mapping[int, str]
+    """TensorRef id to variable of the user's frame."""
+    names: Mapping[int, str]
+    """TensorRef id to variable, or else to the path of a parameter or buffer, or to an attribute of the module."""
+    path: str
+    """The module of the line."""
+
+    @classmethod
+    def of(cls, run: Run, site: Site, recorder: Recorder) -> _Names:
+        """Return the names of a line; of several variables for one tensor the first counts."""
+        recording = run.recording
+        variables: dict[int, str] = {}
+        for name, value in site.variables.items():
+            variables.setdefault(recorder.identify(value).id, name)
+        names: dict[int, str] = {}
+        for name, value in getattr(site.module, "__dict__", {}).items():
+            if isinstance(value, Tensor):
+                names[recorder.identify(value).id] = name
+        names |= {named.tensor.id: named.name for named in (*recording.parameters, *recording.buffers)}
+        return cls(recording, variables, names | variables, recorder.path_of(site.module))
+
+    def written(self, tensor: TensorRef) -> str:
+        """Return source code for a tensor; empty if unknown."""
+        return written(self.recording, tensor, self.names, self.path)
+
+
+def _operand_of(given: Given, number: int, reached: Reached, names: _Names) -> Operand:
+    """Return an argument of the failing call with its properties; `number` is its place among them, from 1."""
+    tensor = given.tensor
+    name = names.written(tensor) or _stage_of(tensor, reached) or given.role or f"operand {number}"
+    return Operand(
+        role=given.role,
+        name=name,
+        variable=_variable_of(tensor, reached, names) or name,
+        given=given,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        device=str(given.value.device),
+        axes=reached.of(tensor),
+        part=reached.roles.get(tensor.id, ""),
+        from_scores=reached.is_of_scores(tensor),
+        is_table=reached.is_table(tensor),
+    )
+
+
+def _stage_of(tensor: TensorRef, reached: Reached) -> str:
+    """Return the stage that a tensor is: `scores`; empty for others."""
+    return next((stage for stage, reference in reached.stages.items() if reference.id == tensor.id), "")
+
+
+def _variable_of(tensor: TensorRef, reached: Reached, names: _Names) -> str:
+    """Return the variable of a tensor, or of the one before its last reshape or scaling: `k` of `k.mT`; else empty."""
+    for step, _ in islice(reached.steps_back(tensor), 2):
+        variable = names.variables.get(step.id, "")
+        if variable:
+            return variable
+    return ""
+
+
+def _passed(site: Site, recorder: Recorder, names: _Names) -> dict[str, Passed]:
+    """Return the tensors that the line gives a module, by argument."""
+    passed = {}
+    for argument, value in site.given.items():
+        passed[argument] = Passed(names.written(recorder.identify(value)) or argument, value)
+    return passed
+
+
+def _rows_cut(module: object) -> dict[int, int]:
+    """Return the rows of the weights of a module on this rank, with those on all ranks, where they are cut."""
+    cut: dict[int, int] = {}
+    for weight in module.parameters() if isinstance(module, nn.Module) else ():
+        piece = piece_of(weight)
+        if piece is None:
+            continue
+        rows, whole = local(weight).shape[:1], piece.whole[:1]
+        if rows != whole:
+            cut[rows[0]] = whole[0]
+    return cut
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -256,33 +316,53 @@ def _numbers_in(settings: Any) -> Iterator[int]:
 
 def clash(facts: Facts) -> str:
     """Return in words what does not fit in the call, with the real numbers; empty if everything fits."""
-    given = facts.operands
+    operands = facts.operands
     if facts.mixes_devices:
-        return f"{', '.join(f'{o.name} is {o.device}' for o in given)}: all tensors of a call must be on one device."
+        devices = ", ".join(f"{o.name} is {o.device}" for o in operands)
+        return f"{devices}: all tensors of a call must be on one device."
     if facts.mixes_dtypes:
-        numbers = [o for o in given if (o.given.value.is_floating_point() or o.role == "input") and o.role != "bias"]
-        return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: all factors of a product must have one dtype."
+        dtypes = ", ".join(f"{o.name} is {o.dtype}" for o in operands if _is_factor(o))
+        return f"{dtypes}: all factors of a product must have one dtype."
     if facts.pair is not None:
-        left, right = facts.pair
-        start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
-        if min(len(left.shape), len(right.shape)) < 2:
-            return start
-        if left.shape[-1] != right.shape[-2]:
-            return f"{start} The product sums over dimensions that differ: {left.axis(-1)} and {right.axis(-2)}."
-        place = first_clash(left.shape[:-2], right.shape[:-2])
-        return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
+        return _of_product(*facts.pair)
     if facts.base in (SDPA, *LAYERS, "einsum"):
-        return "; ".join(_each_once(given)) + "."
-    if facts.base in VIEWS and given:
+        return "; ".join(_each_once(operands)) + "."
+    if facts.base in VIEWS and operands:
         return _of_view(facts)
-    if len(given) < 2:
+    if len(operands) < 2:
         return ""
-    x, other = given[:2]
-    if facts.base in BROADCASTS and (place := first_clash(x.shape, other.shape)) is not None:
-        return f"{x.text}, {other.text}. {_clashes(x, other, place)}"
-    if facts.base == "linear" and x.role == "input" and x.shape and x.shape[-1] != other.shape[-1]:
-        return f"{x.text}; {other.name} {text.shape(other.shape)} expects {other.shape[-1]} features."
+    first, second = operands[:2]
+    if facts.base in BROADCASTS:
+        place = first_clash(first.shape, second.shape)
+        return "" if place is None else f"{first.text}, {second.text}. {_clashes(first, second, place)}"
+    if facts.base == "linear":
+        return _of_linear(first, second)
     return ""
+
+
+def _is_factor(operand: Operand) -> bool:
+    """Return whether the dtype of an operand must be that of the others: numbers, but no bias."""
+    if operand.role == "bias":
+        return False
+    return operand.role == "input" or operand.given.value.is_floating_point()
+
+
+def _of_product(left: Operand, right: Operand) -> str:
+    """Return what does not fit in `left @ right`: the dimensions that are summed over, or those of the batch."""
+    start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
+    if len(left.shape) < 2 or len(right.shape) < 2:
+        return start
+    if left.shape[-1] != right.shape[-2]:
+        return f"{start} The product sums over dimensions that differ: {left.axis(-1)} and {right.axis(-2)}."
+    place = first_clash(left.shape[:-2], right.shape[:-2])
+    return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
+
+
+def _of_linear(x: Operand, weight: Operand) -> str:
+    """Return what does not fit in a linear layer; empty if its input has the features of the weight."""
+    if x.role != "input" or not x.shape or x.shape[-1] == weight.shape[-1]:
+        return ""
+    return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {weight.shape[-1]} features."
 
 
 def _clashes(left: Operand, right: Operand, place: int) -> str:
@@ -290,20 +370,25 @@ def _clashes(left: Operand, right: Operand, place: int) -> str:
     return f"Dimension {rank + place} clashes: {left.axis(place)} against {right.axis(place)}."
 
 
-def _each_once(given: tuple[Operand, ...]) -> Iterator[str]:
+def _each_once(operands: Sequence[Operand]) -> Iterator[str]:
     """Yield the text of each tensor once, even if it was passed several times."""
-    for number in dict.fromkeys(o.given.tensor.id for o in given):
-        same = [o for o in given if o.given.tensor.id == number]
+    by_tensor: dict[int, list[Operand]] = defaultdict(list)
+    for operand in operands:
+        by_tensor[operand.given.tensor.id].append(operand)
+    for same in by_tensor.values():
         roles = [o.role for o in same if o.role and o.role != o.name]
-        yield same[0].text + (f" (as {', '.join(roles)})" if len(same) > 1 and roles else "")
+        as_roles = f" (as {', '.join(roles)})" if len(same) > 1 and roles else ""
+        yield f"{same[0].text}{as_roles}"
 
 
 def _of_view(facts: Facts) -> str:
+    """Return what does not fit in a view: its elements in memory, or the number of its elements."""
     x, sizes = facts.operands[0], facts.sizes_of_view
     if not sizes or "stride" in facts.message:
         return f"{x.text}." if x.given.value.is_contiguous() else f"{x.text}, not contiguous in memory."
     has, wanted = prod(x.shape), prod(size for size in sizes if size != -1)
     start = f"{x.text}, {has} elements; {text.shape(sizes)}"
-    if -1 in sizes:
-        return f"{start} needs a multiple of {wanted}." if not wanted or has % wanted else ""
-    return f"{start} has {wanted}." if has != wanted else ""
+    if -1 not in sizes:
+        return f"{start} has {wanted}." if has != wanted else ""
+    divides = wanted != 0 and has % wanted == 0
+    return "" if divides else f"{start} needs a multiple of {wanted}."

@@ -7,45 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .facts import Facts
+from .suspect import Suspect
 from .tried import Fix
 
 
-@dataclass(frozen=True, eq=False)
-class TooLarge:
-    """What does not fit, and the fix."""
-
-    explanation: str
-    fixes: tuple[Fix, ...]
-
-
-def number_too_large(facts: Facts) -> TooLarge | None:
+def number_too_large(facts: Facts) -> Suspect | None:
     """Return a finite number of the failing call that the dtype of its first operand lacks; None without one."""
     operand = next(iter(facts.operands), None)
     if operand is None or not operand.given.value.is_floating_point():
         return None
     limits = torch.finfo(operand.given.value.dtype)
     for value in (*facts.call.args, *facts.call.kwargs.values()):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or abs(value) <= limits.max:
-            continue
-        bound, end = (limits.min, "min") if value < 0 else (limits.max, "max")
-        return TooLarge(
-            f"{operand.name} is {operand.dtype}, and its {'smallest' if value < 0 else 'largest'} number is "
-            f"{bound:,.6g}: {value:g} does not fit.",
-            (
-                Fix(
-                    f"torch.finfo({operand.name}.dtype).{end} in place of {value:g}",
-                    function=_with_number(facts.call.function, value, bound),
-                ),
-            ),
-        )
+        if _is_number(value) and math.isfinite(value) and abs(value) > limits.max:
+            bound, end, extreme = (limits.min, "min", "smallest") if value < 0 else (limits.max, "max", "largest")
+            function = _with_number(facts.call.function, value, bound)
+            way = f"torch.finfo({operand.name}.dtype).{end} in place of {value:g}"
+            what = f"{operand.name} is {operand.dtype}, and its {extreme} number is {bound:,.6g}"
+            return Suspect("number_too_large", f"{what}: {value:g} does not fit.", (Fix(way, function=function),))
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _with_number(function: Callable[..., Any] | None, old: float, new: float) -> Callable[..., Any] | None:
@@ -54,8 +42,9 @@ def _with_number(function: Callable[..., Any] | None, old: float, new: float) ->
         return None
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        replaced = [_replaced(value, old, new) for value in args]
-        return function(*replaced, **{name: _replaced(value, old, new) for name, value in kwargs.items()})
+        new_args = [_replaced(value, old, new) for value in args]
+        new_kwargs = {name: _replaced(value, old, new) for name, value in kwargs.items()}
+        return function(*new_args, **new_kwargs)
 
     return called
 

@@ -22,29 +22,33 @@ def as_padding(facts: Facts, mask: Operand) -> Fix:
     """Return the fix to pass a mask of keys, `batch key`, as the padding mask, with True for padding."""
     passed_as, passed = _passed(facts, mask)
     argument, value, name = _padding_argument(facts, passed_as), passed.value, passed.name
+    inverted, true = f"~{name}", "True"
+    as_it_is = name
+    if value.dtype != torch.bool:
+        inverted, true = f"({name} == 0)", "1"
+        as_it_is = f"{name}.bool()" if _is_of_two(value) else name
     meaning = _meaning(value)
-    inverted, one = (f"~{name}", "True") if value.dtype == torch.bool else (f"({name} == 0)", "1")
-    own = f"{name}.bool()" if _is_of_two(value) and value.dtype != torch.bool else name
     if meaning == "masks":
-        return Fix(f"pass it as {argument}={own}", settings={"attn_mask": None, _PADDING: _boolean(value)})
-    settings = {"attn_mask": None, _PADDING: value == 0}
-    if meaning == "keeps":
-        way = f"pass {argument}={inverted}: {one} keeps a key in {name}, and True masks a key out in {argument}"
-        return Fix(way, settings=settings)
-    way = f"pass {argument}={inverted} if {one} keeps a key in {name}, or {argument}={own} if {one} masks it out"
-    return Fix(way, settings=settings)
+        return Fix(f"pass it as {argument}={as_it_is}", settings={"attn_mask": None, _PADDING: _boolean(value)})
+    way = f"pass {argument}={inverted}: {true} keeps a key in {name}, and True masks a key out in {argument}"
+    if meaning == "either":
+        keeps = f"pass {argument}={inverted} if {true} keeps a key in {name}"
+        way = f"{keeps}, or {argument}={as_it_is} if {true} masks it out"
+    return Fix(way, settings={"attn_mask": None, _PADDING: value == 0})
 
 
 def _passed(facts: Facts, mask: Operand) -> tuple[str, Passed]:
-    """Return a mask as the user's line passes it, and its argument. Modules of torch convert a boolean one inside."""
+    """Return the argument of a mask, and the mask as the user's line passes it.
+
+    Modules of torch convert a boolean mask inside, so the only one of its shape counts too.
+    """
+    alike = []
     for argument, passed in facts.passed.items():
         if passed.value is mask.given.value:
             return argument, passed
-    alike = [
-        (argument, passed)
-        for argument, passed in facts.passed.items()
-        if argument.endswith("mask") and not argument.endswith(_PADDING) and passed.value.shape == mask.shape
-    ]
+        is_of_pairs = argument.endswith("mask") and not argument.endswith(_PADDING)
+        if is_of_pairs and passed.value.shape == mask.shape:
+            alike.append((argument, passed))
     return alike[0] if len(alike) == 1 else ("", Passed(mask.name, mask.given.value))
 
 

@@ -7,73 +7,108 @@ nothing, so its positions meet the batch.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ... import text
 from .facts import BROADCASTS, Facts, Operand, first_clash
+from .suspect import Suspect
 from .tried import Edit, Fix
 
 
-@dataclass(frozen=True)
-class TransposedTable:
-    """What is wrong as a sentence, and its fixes."""
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A table of positions with an axis of size 1, and the input that it is added to."""
 
-    explanation: str
-    fixes: tuple[Fix, ...]
+    table: Operand
+    x: Operand
+    place: int
+    """The dimension of its positions: 0 in `position 1 embed`, 1 in `1 position embed`."""
+
+    @property
+    def sequence(self) -> int:
+        """The dimension of size 1, where a right table has its positions."""
+        return 1 - self.place
+
+    @property
+    def positions(self) -> int:
+        """The number of positions in the table."""
+        return self.table.shape[self.place]
+
+    @property
+    def tokens(self) -> int:
+        """The size of the input where the table has size 1."""
+        return self.x.shape[self.sequence]
 
 
-def transposed_table(facts: Facts) -> TransposedTable | None:
+def transposed_table(facts: Facts) -> Suspect | None:
     """Return why a table does not fit, if its positions are in the dimension of the batch; else None."""
+    pair = _table_of(facts)
+    if pair is None or not _meets_the_batch(pair):
+        return None
+    table, x, place = pair.table, pair.x, pair.place
+    is_cut = _is_cut_along(facts, table, pair.sequence)
+    if pair.positions < x.shape[place] and not is_cut:
+        return None  # more tokens than the table has positions
+    layout = "position 1 embed" if place == 0 else "1 position embed"
+    what = (
+        f"{table.name} is {text.shape(table.shape)}, {layout}, and {x.name} is {text.shape(x.shape)}: the "
+        f"{pair.positions} positions meet dimension {place} of {x.name}, {x.axis(place)}."
+    )
+    if not is_cut:
+        return Suspect("table_transposed", what, _either_way(pair))
+    what += f" The cut is along dimension {pair.sequence} of the table, which has size 1."
+    return Suspect("table_transposed", what, (_turned(pair),))
+
+
+def _table_of(facts: Facts) -> _Table | None:
+    """Return the table that is added to an input, both of three dimensions; None for other calls."""
     if facts.base not in BROADCASTS or len(facts.operands) != 2:
         return None
     left, right = facts.operands
     table, x = (right, left) if right.is_table else (left, right)
     if not table.is_table or x.is_table or x.from_scores or len(table.shape) != 3 or len(x.shape) != 3:
         return None
-    place, one = (0, 1) if table.shape[1] == 1 else (1, 0)
-    size, tokens = table.shape[place], x.shape[one]
-    if table.shape[one] != 1 or size == 1 or first_clash(table.shape, x.shape) != place - 3:
-        return None
-    if table.shape[-1] != x.shape[-1] or size < tokens:
-        return None
-    is_cut = _is_cut_along(facts, table, one)
-    if size < x.shape[place] and not is_cut:
-        return None  # more tokens than the table has positions
-    name = table.name
-    layout = "position 1 embed" if place == 0 else "1 position embed"
-    what = (
-        f"{name} is {text.shape(table.shape)}, {layout}, and {x.name} is {text.shape(x.shape)}: the {size} positions "
-        f"meet dimension {place} of {x.name}, {x.axis(place)}."
+    return _Table(table, x, place=0 if table.shape[1] == 1 else 1)
+
+
+def _meets_the_batch(pair: _Table) -> bool:
+    """Return whether the positions of a table clash with the input, and would fit in the dimension of size 1."""
+    table, x = pair.table, pair.x
+    if table.shape[pair.sequence] != 1 or pair.positions == 1:
+        return False
+    if first_clash(table.shape, x.shape) != pair.place - 3:
+        return False
+    return table.shape[-1] == x.shape[-1] and pair.positions >= pair.tokens
+
+
+def _turned(pair: _Table) -> Fix:
+    """Return the fix to move the positions of a table to the other dimension, if the line cuts the wrong one."""
+    width = pair.table.shape[-1]
+    shape = (pair.tokens, 1, width) if pair.place == 1 else (1, pair.tokens, width)
+    way = f"{_cut(pair, pair.tokens)}.transpose(0, 1), which gives {text.shape(shape)}"
+    return Fix(way, [(pair.table, _turn(pair.place, pair.tokens))], pair.x.shape)
+
+
+def _either_way(pair: _Table) -> tuple[Fix, ...]:
+    """Return how to make the positions of the table those of the input, whose layout is unknown: two ways."""
+    table, x, place = pair.table, pair.x, pair.place
+    size = x.shape[place]
+    layout, plain_layout = "batch sequence embed", "sequence batch embed"
+    if place == 1:
+        layout, plain_layout = plain_layout, layout
+    turned = f"{_cut(pair, pair.tokens)}.transpose(0, 1) if {x.name} is `{layout}`"
+    plain = f"{_cut(pair, size)} if it is `{plain_layout}`"
+    return (
+        Fix(turned, [(table, _turn(place, pair.tokens))], x.shape),
+        Fix(plain, [(table, lambda tensor: tensor.narrow(place, 0, size))], x.shape),
     )
-    if is_cut:
-        what += f" The cut is along dimension {one} of the table, which has size 1."
-    return TransposedTable(what, tuple(_fixes(table, x, place, is_cut=is_cut)))
 
 
-def _fixes(table: Operand, x: Operand, place: int, *, is_cut: bool) -> Iterator[Fix]:
-    """Yield how to make the positions of the table those of the input; two ways if the layout of the input is open."""
-    one = 1 - place
-    tokens, other = x.shape[one], x.shape[place]
-    cut = f"[:{tokens}]" if place == 0 else f"[:, :{tokens}]"
-    turned = f"{table.name}{cut}.transpose(0, 1)"
-    if is_cut:
-        yield Fix(
-            f"{turned}, which gives {text.shape(_turned_shape(table, one, tokens))}",
-            [(table, _turn(place, tokens))],
-            x.shape,
-        )
-        return
-    plain = f"{table.name}[:{other}]" if place == 0 else f"{table.name}[:, :{other}]"
-    first, second = ("batch sequence", "sequence batch") if place == 0 else ("sequence batch", "batch sequence")
-    yield Fix(f"{turned} if {x.name} is `{first} embed`", [(table, _turn(place, tokens))], x.shape)
-    yield Fix(f"{plain} if it is `{second} embed`", [(table, lambda tensor: tensor.narrow(place, 0, other))], x.shape)
-
-
-def _turned_shape(table: Operand, one: int, tokens: int) -> tuple[int, ...]:
-    return (1, tokens, table.shape[-1]) if one == 1 else (tokens, 1, table.shape[-1])
+def _cut(pair: _Table, size: int) -> str:
+    """Return source code for the first positions of a table: `pe[:12]`."""
+    return f"{pair.table.name}[:{size}]" if pair.place == 0 else f"{pair.table.name}[:, :{size}]"
 
 
 def _turn(place: int, tokens: int) -> Edit:

@@ -9,65 +9,93 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...graph.dataflow import Graph
-from ...record.ops import Op
+from ...record.ops import Op, TensorRef
 from .facts import BROADCASTS, Facts, Operand
 from .reached import SDPA, behind_of
+from .suspect import Shape, Suspect
 from .tried import Fix, of_shape
 
 
-@dataclass(frozen=True)
-class SplitView:
-    """The wrong view as a sentence, and its fixes."""
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A view of `… tokens width` as `… positions heads head_dim`, with more or fewer positions than tokens."""
 
-    explanation: str
-    fixes: tuple[Fix, ...]
+    op: Op
+    projection: Op
+    """The projection whose output is split."""
+    tokens: int
+    width: int
+    positions: int
+    heads: int
+    head_dim: int
+
+    @property
+    def source(self) -> TensorRef:
+        """The tensor that the view reads."""
+        return self.op.inputs[0]
 
 
-def split_positions(facts: Facts) -> SplitView | None:
+def split_positions(facts: Facts) -> Suspect | None:
     """Return the view that explains the sizes which clash in the failing call; None if there is none."""
-    graph = facts.reached.graph
-    for op in _splits(graph):
-        tokens, width = op.inputs[0].shape[-2:]
-        positions, heads, head_dim = op.output.shape[-3:]
-        for operand, stand_in in _explained(facts, op):
-            name = _name_of(facts, op)
-            says = (
-                f"{name} has {tokens} tokens of {width} features, and the view at {op.source} makes {positions} "
-                f"positions of them: {heads} heads of {head_dim} are {heads * head_dim} features."
-            )
-            return SplitView(says, tuple(_fixes(facts, op, operand, stand_in)))
+    for view in _views(facts.reached.graph):
+        for operand in _operands_behind(facts, view):
+            right_shape = _right_shape(facts, view, operand)
+            if right_shape is not None:
+                return _suspect(facts, view, operand, right_shape)
     return None
 
 
-def _splits(graph: Graph) -> Iterator[Op]:
-    """Yield the views of a projection, `… tokens width` to `… positions heads head_dim`, with other positions."""
+def _suspect(facts: Facts, view: _View, operand: Operand, right_shape: Shape) -> Suspect:
+    name = facts.variables.get(view.source.id) or f"{view.projection.module or 'the projection'}(...)"
+    what = (
+        f"{name} has {view.tokens} tokens of {view.width} features, and the view at {view.op.source} makes "
+        f"{view.positions} positions of them: {view.heads} heads of {view.head_dim} are "
+        f"{view.heads * view.head_dim} features."
+    )
+    if not _divides_width(view, _features_expected(facts, operand)):
+        return Suspect("wrong_head_dim", what)
+    way = f"use head_dim {view.width // view.heads} in that view ({view.heads} heads, width {view.width})"
+    return Suspect("wrong_head_dim", what, (Fix(way, [(operand, of_shape(right_shape))]),))
+
+
+def _views(graph: Graph) -> Iterator[_View]:
+    """Yield the views that split a projection into heads and change the number of its positions."""
     for op in graph.recording.ops:
         if op.base_name not in ("view", "_unsafe_view", "reshape") or not op.inputs:
             continue
         before, after = op.inputs[0].shape, op.output.shape
         if len(before) < 2 or len(after) != len(before) + 1 or before[:-2] != after[:-3]:
             continue
-        tokens, positions = before[-2], after[-3]
+        tokens, width = before[-2:]
+        positions, heads, head_dim = after[-3:]
         if tokens == positions or max(tokens, positions) % min(tokens, positions):
             continue
-        projected = graph.recording.producer(graph.before_moves(op.inputs[0]))
-        if projected is not None and graph.is_projection(projected):
-            yield op
+        projection = graph.recording.producer(graph.before_moves(op.inputs[0]))
+        if projection is not None and graph.is_projection(projection):
+            yield _View(op, projection, tokens, width, positions, heads, head_dim)
 
 
-def _explained(facts: Facts, op: Op) -> Iterator[tuple[Operand, tuple[int, ...]]]:
-    """Yield an operand made of a view whose sizes clash as the view explains, and its shape with a right view."""
-    graph, tokens, positions = facts.reached.graph, op.inputs[0].shape[-2], op.output.shape[-3]
-    made = [o for o in facts.operands if any(step.id == op.output.id for step in behind_of(graph, o.given.tensor))]
-    others = [o for o in facts.operands if o not in made]
-    for operand in made:
-        if len(operand.shape) < 2:
-            continue
-        takes = _features_expected(facts, operand)
-        if takes and operand.shape[-1] * positions == takes * tokens and operand.shape[-2] == positions:
-            yield operand, (*operand.shape[:-2], tokens, takes)
-        if any(_clashes(facts, operand, other, positions, tokens) for other in others):
-            yield operand, tuple(tokens if size == positions else size for size in operand.shape)
+def _operands_behind(facts: Facts, view: _View) -> Iterator[Operand]:
+    """Yield the operands of the failing call that are computed from a view."""
+    for operand in facts.operands:
+        sources = behind_of(facts.reached.graph, operand.given.tensor)
+        if any(source.id == view.op.output.id for source in sources):
+            yield operand
+
+
+def _right_shape(facts: Facts, view: _View, operand: Operand) -> Shape | None:
+    """Return the shape that an operand has with a right view; None if the view does not explain what clashes."""
+    shape, positions, tokens = operand.shape, view.positions, view.tokens
+    if len(shape) < 2:
+        return None
+    features = _features_expected(facts, operand)
+    if features and shape[-2] == positions and shape[-1] * positions == features * tokens:
+        return (*shape[:-2], tokens, features)
+    behind = list(_operands_behind(facts, view))
+    for beside in facts.operands:
+        if beside not in behind and _clashes(facts, view, operand, beside):
+            return tuple(tokens if size == positions else size for size in shape)
+    return None
 
 
 def _features_expected(facts: Facts, operand: Operand) -> int:
@@ -79,32 +107,29 @@ def _features_expected(facts: Facts, operand: Operand) -> int:
     return 0
 
 
-def _clashes(facts: Facts, operand: Operand, other: Operand, positions: int, tokens: int) -> bool:
+def _clashes(facts: Facts, view: _View, operand: Operand, beside: Operand) -> bool:
     """Return whether the positions of an operand meet the tokens of another in one dimension."""
+    positions, tokens = view.positions, view.tokens
     if facts.base in BROADCASTS:
-        sizes = zip(reversed(operand.shape), reversed(other.shape), strict=False)
-        return any(pair == (positions, tokens) for pair in sizes)
+        sizes = zip(reversed(operand.shape), reversed(beside.shape), strict=False)
+        return (positions, tokens) in sizes
     if facts.base == SDPA:
-        return other.role == "attn_mask" and operand.shape[-2] == positions and tokens in other.shape[-2:]
-    if facts.pair is None or min(len(operand.shape), len(other.shape)) < 2:
+        return beside.role == "attn_mask" and operand.shape[-2] == positions and tokens in beside.shape[-2:]
+    if facts.pair is None or len(operand.shape) < 2 or len(beside.shape) < 2:
         return False
+    # A product sums over the last dimension of its left factor, and over the rows of its right one.
     left, right = facts.pair
-    met = {id(left): left.shape[-1], id(right): right.shape[-2]}
-    return met.get(id(operand)) == positions and met.get(id(other)) == tokens
+    if operand is left and beside is right:
+        return left.shape[-1] == positions and right.shape[-2] == tokens
+    if operand is right and beside is left:
+        return right.shape[-2] == positions and left.shape[-1] == tokens
+    return False
 
 
-def _fixes(facts: Facts, op: Op, operand: Operand, stand_in: tuple[int, ...]) -> Iterator[Fix]:
-    width, (heads, head_dim) = op.inputs[0].shape[-1], op.output.shape[-2:]
-    takes = _features_expected(facts, operand)
-    is_packed = width in (2 * heads * head_dim, 3 * heads * head_dim) and takes != width
-    if width % heads == 0 and not is_packed:
-        text = f"use head_dim {width // heads} in that view ({heads} heads, width {width})"
-        yield Fix(text, [(operand, of_shape(stand_in))])
-
-
-def _name_of(facts: Facts, op: Op) -> str:
-    """Return the variable that the view reads, or the module that made it."""
-    graph = facts.reached.graph
-    projected = graph.recording.producer(graph.before_moves(op.inputs[0]))
-    module = "" if projected is None else projected.module
-    return facts.variables.get(op.inputs[0].id) or f"{module or 'the projection'}(...)"
+def _divides_width(view: _View, features: int) -> bool:
+    """Return whether a right view may have the same number of heads; a packed projection may need another."""
+    if view.width % view.heads:
+        return False
+    split = view.heads * view.head_dim
+    is_packed = view.width in (2 * split, 3 * split) and features != view.width
+    return not is_packed

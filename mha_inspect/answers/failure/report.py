@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
@@ -130,7 +130,12 @@ def _operation(error: BaseException) -> str:
 def _last_of(ops: Sequence[Op]) -> tuple[ReachedOp, ...]:
     return tuple(
         ReachedOp(
-            op.index, op.name, op.module, op.source, *(tuple(t.shape for t in ts) for ts in (op.inputs, op.outputs))
+            op.index,
+            op.name,
+            op.module,
+            op.source,
+            tuple(tensor.shape for tensor in op.inputs),
+            tuple(tensor.shape for tensor in op.outputs),
         )
         for op in ops[-LAST_OPS:]
     )
@@ -149,26 +154,67 @@ def _message(error: Exception) -> str:
 
 def _completed(facts: Facts) -> Iterator[ReachedStage]:
     """Yield the completed stages, then other named tensors: variables and projection outputs."""
-    reached, graph = facts.reached, facts.reached.graph
-    recording = graph.recording
-    inputs = {named.tensor.id: named.name for named in recording.inputs}
-    projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
+    recording, stages = facts.reached.graph.recording, facts.reached.stages
+    names = _Names.of(facts)
+    for stage, tensor in stages.items():
+        yield _row(recording, tensor, facts.reached.of_stage(stage), stage, names.of_stage(stage, tensor))
+    tensors: dict[int, TensorRef] = {}
+    for op in recording.ops:
+        tensors.update((tensor.id, tensor) for tensor in op.outputs)
+    tensors.update((named.tensor.id, named.tensor) for named in recording.inputs)
+    # Without stages, inputs and projections show how far the forward came.
+    named_ids = {*names.variables} if stages else {*names.variables, *names.inputs, *names.projections}
+    listed = {tensor.id for tensor in stages.values()}
+    for number in sorted(named_ids.intersection(tensors) - listed - set(facts.reached.roles)):
+        tensor = tensors[number]
+        yield _row(recording, tensor, facts.reached.of(tensor), "", names.of_tensor(tensor))
 
-    def row(stage: str, tensor: TensorRef, axes: str) -> ReachedStage:
-        op = recording.producer(tensor)
-        variable = facts.variables.get(tensor.id) or inputs.get(tensor.id, "")
-        if any((named.name, named.tensor.id) == (stage, tensor.id) for named in recording.inputs):
-            variable = stage
-        if not variable and (not stage or stage.endswith("_proj")):
-            variable = projected.get(tensor.id, "")
-        maker = ("", "") if op is None else (op.name, op.source)
-        return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *maker)
 
-    for stage, tensor in reached.stages.items():
-        yield row(stage, tensor, reached.of_stage(stage))
-    known = {tensor.id: tensor for op in recording.ops for tensor in op.outputs}
-    known |= {named.tensor.id: named.tensor for named in recording.inputs}
-    staged = {tensor.id for tensor in reached.stages.values()}
-    loose = {*facts.variables} if staged else {*facts.variables, *inputs, *projected}
-    for number in sorted((loose & set(known)) - staged - set(reached.roles)):
-        yield row("", known[number], reached.of(known[number]))
+def _row(recording: Recording, tensor: TensorRef, axes: str, stage: str, variable: str) -> ReachedStage:
+    op = recording.producer(tensor)
+    return ReachedStage(
+        stage,
+        variable,
+        tensor.shape,
+        axes,
+        tensor.dtype,
+        "" if op is None else op.name,
+        "" if op is None else op.source,
+    )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of tensors by their id."""
+
+    variables: Mapping[int, str]
+    arguments: Collection[tuple[str, int]]
+    """The name and the tensor of each input; one tensor may be several of them."""
+    inputs: Mapping[int, str]
+    projections: Mapping[int, str]
+    """The output of a projection to its module."""
+
+    @classmethod
+    def of(cls, facts: Facts) -> _Names:
+        """Return the names in a run that failed."""
+        graph = facts.reached.graph
+        arguments = [(named.name, named.tensor.id) for named in graph.recording.inputs]
+        return cls(
+            facts.variables,
+            arguments,
+            {number: name for name, number in arguments},
+            {graph.after_call(op).id: op.module for op in graph.recording.ops if graph.is_projection(op)},
+        )
+
+    def of_tensor(self, tensor: TensorRef) -> str:
+        """Return the variable of a tensor, else the input that it is, or the module that made it; else empty."""
+        name = self.variables.get(tensor.id) or self.inputs.get(tensor.id)
+        return name or self.projections.get(tensor.id, "")
+
+    def of_stage(self, stage: str, tensor: TensorRef) -> str:
+        """Return the argument that is called as the stage, else the name; the module only for a projection."""
+        if (stage, tensor.id) in self.arguments:
+            return stage
+        if stage.endswith("_proj"):
+            return self.of_tensor(tensor)
+        return self.variables.get(tensor.id) or self.inputs.get(tensor.id, "")

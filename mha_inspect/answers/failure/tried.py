@@ -78,20 +78,22 @@ def runs(call: Call, fix: Fix) -> bool:
 
 def _changes_operands(call: Call) -> bool:
     """Return whether a call writes into an operand."""
-    last = call.name.removesuffix(".default").rpartition(".")[2]
-    is_dispatched = call.name.startswith("aten.") and call.name.split(".")[1].endswith("_")
-    return (
-        last in _IN_PLACE or is_dispatched or (last.endswith("_") and not last.endswith("__")) or "out" in call.kwargs
-    )
+    if "out" in call.kwargs:
+        return True
+    if call.name.startswith("aten."):
+        return call.name.split(".")[1].endswith("_")
+    method = call.name.rpartition(".")[2]
+    is_dunder = method.endswith("__")
+    return method in _IN_PLACE or (method.endswith("_") and not is_dunder)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    found = []
+    tensors = []
     for _, part in parts_of(value):
-        found += _tensors(part)
-    return found
+        tensors += _tensors(part)
+    return tensors
 
 
 def _with(value: Any, edited: Mapping[int, Tensor]) -> Any:

@@ -321,3 +321,17 @@ def test_operands_have_the_names_of_the_users_line():
     assert names(HAND, "added_mask", X, MEMORY, floats(11, 7)) == ["scores", "mask"]
     assert names(HAND, "wrong_width", floats(2, 7, 23)) == ["x", "q_proj.weight", "q_proj.bias"]
     assert names(HAND, "sdpa_mask", X, bools(2, 7)) == ["q", "k", "v", "attention_mask"]
+
+
+class ViewOfOneNumber(nn.Module):
+    """Views a number without dimensions as one size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.sum().view(2)
+        return x * scale
+
+
+def test_a_view_of_a_number_splits_no_width() -> None:
+    failure = failure_of(ViewOfOneNumber(), X)
+    assert failure.cause is None
+    assert failure.clash.endswith("1 elements; [2] has 2.")
