@@ -7,7 +7,7 @@ call's keys is the token whose value it has: a cache may drop rows, or have empt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,23 +143,31 @@ class _Beside:
     @property
     def is_of_other_tokens(self) -> bool:
         """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
-        pairs = [(self._of_whole(stage), self._of_call(stage)) for stage in ("q_heads", "v_heads", "context")]
-        known = [(whole, call) for whole, call in pairs if whole is not None and call is not None]
-        if len(known) < len(pairs) or known[0][1].shape[2] == self._queries:
+        queries = self._of_call("q_heads")
+        if queries is None or queries.shape[2] == self._queries:
             return False
-        return all(whole.shape == call.shape and _near(whole, call) for whole, call in known)
+        for stage in ("q_heads", "v_heads", "context"):
+            whole, call = self._of_whole(stage), self._of_call(stage)
+            if whole is None or call is None:
+                return False
+            if whole.shape != call.shape or not _near(whole, call):
+                return False
+        return True
 
     def reason_over_other_keys(self) -> Reason | None:
         """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
-        found = self._input()
-        if found is not None:
-            return Reason(*found, self.call.score_product.op.source, self.call.module)
-        for stage in ("k_heads", "v_heads"):
+        source, module = self.call.score_product.op.source, self.call.module
+        sentence_and_fix = self._input()
+        if sentence_and_fix is not None:
+            return Reason(*sentence_and_fix, source, module)
+        for stage, side in (("k_heads", "keys"), ("v_heads", "values")):
             pair = self._pair(stage, 2)
-            if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
-                side = "keys" if stage == "k_heads" else "values"
+            if pair is None:
+                continue
+            whole, call = pair
+            if whole.shape != call.shape or not _near(whole, call):
                 sentence = f"The {side} of the other sequence differ from those of one call."
-                return Reason(sentence, "", self.call.score_product.op.source, self.call.module)
+                return Reason(sentence, "", source, module)
         return self._of_output()
 
     @cached_property
@@ -168,8 +176,11 @@ class _Beside:
         return self._rows_of("scores")
 
     def _rows_of(self, stage: str) -> tuple[Tensor, Tensor] | None:
+        """Return `batch heads query key` of the call's tokens in both runs; None if a run lacks one of them."""
         whole, call = self._of_whole(stage), self._of_call(stage)
-        if whole is None or call is None or whole.shape[:2] != call.shape[:2] or call.shape[2] != self._queries:
+        if whole is None or call is None:
+            return None
+        if whole.shape[:2] != call.shape[:2] or call.shape[2] != self._queries:
             return None
         if whole.shape[2] < self.continued.stop:
             return None
@@ -189,14 +200,8 @@ class _Beside:
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
         """`batch query key` of the call's tokens in both runs: True if any head sees the key."""
-        seen = []
-        for stages in (self._of_whole, self._of_call):
-            weights, scores = stages("weights"), stages("masked_scores")
-            plain = stages("scores")
-            if weights is None:
-                weights = torch.ones_like(plain) if plain is not None else torch.zeros(1, 1, 1, 1)
-            seen.append(sees(weights, scores).cpu())
-        return seen[0][:, self.continued.start : self.continued.stop], seen[1]
+        whole, call = _seen_in(self._of_whole), _seen_in(self._of_call)
+        return whole[:, self.continued.start : self.continued.stop], call
 
     @cached_property
     def _filled(self) -> Tensor:
@@ -259,21 +264,16 @@ class _Beside:
         if keys is None or values is None:
             return None
         whole, call = keys
-        expected = self._expected(call.shape[2], whole.shape[2])
-        if keys[0].shape == values[0].shape and keys[1].shape == values[1].shape:
-            # A value that is the key of its token: the two were swapped.
-            old = expected.lt(self.continued.start) & expected.ge(0)
-            swapped = (_matches(keys[0], values[1], expected) == expected)[old]
-            right = (self._tokens == expected)[old]
-            if bool(swapped.any()) and not bool(right.any()):
-                return (
-                    "The cached values are the keys of the earlier calls.",
-                    "Return the cache in the order of its use.",
-                )
-        of_keys = _matches(whole, call, expected)
+        if self._are_swapped(keys, values):
+            return (
+                "The cached values are the keys of the earlier calls.",
+                "Return the cache in the order of its use.",
+            )
+        if not _is_unique(whole) or not _is_unique(values[0]):
+            return None  # several tokens have the same numbers
+        of_keys = _matches(whole, call, self._expected(call.shape[2], whole.shape[2]))
         apart = (of_keys >= 0) & (self._tokens >= 0) & (of_keys != self._tokens)
-        unique = _is_unique(whole) and _is_unique(values[0])
-        if not unique or not bool(apart.any()):
+        if not bool(apart.any()):
             return None
         row = int(apart.nonzero()[0])
         return (
@@ -281,6 +281,17 @@ class _Beside:
             f"{int(self._tokens[row])}.",
             "Join keys and values in the same order.",
         )
+
+    def _are_swapped(self, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
+        """Return whether cached values are the keys of their tokens, and none of them is its own value."""
+        whole, call = keys
+        if whole.shape != values[0].shape or call.shape != values[1].shape:
+            return False
+        expected = self._expected(call.shape[2], whole.shape[2])
+        is_cached = expected.lt(self.continued.start) & expected.ge(0)
+        has_key = _matches(whole, values[1], expected) == expected
+        has_value = self._tokens == expected
+        return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
 
     def _missing(self) -> tuple[str, str] | None:
         """Return whether a token that the one call attends to has no value in the call, or another value."""
@@ -294,15 +305,15 @@ class _Beside:
         new = [token for token in missing if token >= start]
         past = [token for token in missing if token < start]
         query = start + int(seen.any(0)[:, missing[0]].nonzero()[0])
-        if rows <= self._queries and len(past) and not new:
+        if rows <= self._queries and not new:
             return (
                 f"This call has {plural(rows, 'key')} for {plural(self._queries, 'token')}: the keys of the "
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
-        if new and not past and self._reads_tokens_alone:
-            return self._without_own(new), _OWN_FIX
         if new:
+            if not past and self._reads_tokens_alone:
+                return self._without_own(new), _OWN_FIX
             differs = f"The value of the new position {new[0]} differs from that of one call."
             return f"{differs}{self._tried('v_heads')}", ""
         if bool((self._tokens >= 0).all()):
@@ -320,9 +331,10 @@ class _Beside:
         keys = self._pair("k_heads", 2)
         if keys is None or not len(self._tokens):
             return False
-        of_keys = _matches(*keys, self._tokens)
-        has_each_once = len(set(self._tokens.tolist())) == len(self._tokens)
-        return bool(self._tokens.ge(0).all()) and has_each_once and torch.equal(of_keys, self._tokens)
+        has_repeated = len(set(self._tokens.tolist())) < len(self._tokens)
+        if has_repeated or bool(self._tokens.lt(0).any()):
+            return False
+        return torch.equal(_matches(*keys, self._tokens), self._tokens)
 
     def _without_own(self, new: list[int]) -> str:
         """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
@@ -358,15 +370,24 @@ class _Beside:
         if keys is None or queries is None:
             return "The scores differ from those of one call.", ""
         are_read = both.any(2)[:, 0].any(0).cpu()
-        unlike = []
-        for row, is_read in zip(self._filled.tolist(), are_read.tolist(), strict=True):
-            token = int(self._tokens[row])
-            if is_read and not _near(keys[0][:, :, token], keys[1][:, :, row]):
-                unlike.append(token)
+        unlike = self._unlike_keys(keys, self._filled[are_read].tolist())
         cached = [token for token in unlike if token < self.continued.start]
-        of_positions = self._of_positions(cached) or self._of_angles(cached, queries[1])
-        of_positions = of_positions or self._of_cached_angles(cached, keys[1])
-        return of_positions or self._of_operands(unlike, cached, queries, keys)
+        return (
+            self._of_positions(cached)
+            or self._of_angles(cached, queries[1])
+            or self._of_cached_angles(cached, keys[1])
+            or self._of_operands(unlike, cached, queries, keys)
+        )
+
+    def _unlike_keys(self, keys: tuple[Tensor, Tensor], rows: list[int]) -> list[int]:
+        """Return the tokens in these rows of the call whose keys differ from those of the one call."""
+        whole, call = keys
+        unlike = []
+        for row in rows:
+            token = int(self._tokens[row])
+            if not _near(whole[:, :, token], call[:, :, row]):
+                unlike.append(token)
+        return unlike
 
     def _of_angles(self, cached: list[int], queries: Tensor) -> tuple[str, str] | None:
         """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
@@ -478,16 +499,21 @@ class _Beside:
         if cached and not new:
             differ = f"The cached keys of positions {_ranges(cached)} differ from those of one call."
             return f"{differ}{self._tried('k_heads')}", ""
-        sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
-        if sides and not cached:
-            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
-            return f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}", ""
         if cached:
             differ = f"The keys of positions {_ranges(unlike)} differ from those of one call."
             return f"{differ}{self._tried('k_heads')}", ""
-        scales = self.whole.scale, self.call.scale
-        if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
-            return f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.", ""
+        sides = []
+        if not _near(*queries):
+            sides.append("queries")
+        if new:
+            sides.append("keys")
+        if sides:
+            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
+            stage = "q_heads" if "queries" in sides else "k_heads"
+            return f"{differ} one call.{self._tried(stage)}", ""
+        of_whole, of_call = self.whole.scale, self.call.scale
+        if of_whole and of_call and abs(of_whole / of_call - 1) > 1e-3:
+            return f"The scores are scaled by {of_call:.4g}, and in one call by {of_whole:.4g}.", ""
         return "The scores differ from those of one call, although queries and keys are equal.", ""
 
     def _tried(self, stage: str) -> str:
@@ -508,9 +534,9 @@ class _Beside:
             return ""
         called = "in one call", "in this call"
         for ours, theirs in parts:
-            found = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
-            if found is not None:
-                return f" {found.sentence}"
+            change = replacement(stage, CANONICAL_AXES[stage], (ours, theirs), _tolerance(whole), called)
+            if change is not None:
+                return f" {change.sentence}"
         return ""
 
     @cached_property
@@ -578,7 +604,8 @@ class _Beside:
 
     def _position_of_bias(self, added: Tensor) -> int | None:
         """Return the only position of the one call whose bias is this, `batch heads row`; None if not exactly one."""
-        masked, scores, weights = (self._of_whole(stage) for stage in ("masked_scores", "scores", "weights"))
+        masked, scores = self._of_whole("masked_scores"), self._of_whole("scores")
+        weights = self._of_whole("weights")
         if masked is None or scores is None or weights is None:
             return None
         seen = sees(weights, masked).cpu()
@@ -591,6 +618,16 @@ class _Beside:
             if bool(mark.any()) and float(apart.max()) <= near:
                 fits.append(position)
         return fits[0] if len(fits) == 1 else None
+
+
+def _seen_in(content: Callable[[str], Tensor | None]) -> Tensor:
+    """Return `batch query key` of a run, given its stages by name: True if any head sees the key."""
+    weights, scores = content("weights"), content("scores")
+    if weights is None and scores is not None:
+        weights = torch.ones_like(scores)
+    if weights is None:
+        weights = torch.zeros(1, 1, 1, 1)
+    return sees(weights, content("masked_scores")).cpu()
 
 
 def _added_positions(continued: Continued) -> int | None:
@@ -666,7 +703,8 @@ def _tolerance(numbers: Tensor) -> float:
 def _near(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal but for rounding; two NaNs and two equal infinities are."""
     apart = (left.double() - right.double()).abs()
-    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0).nan_to_num(torch.inf)
+    are_equal = (left == right) | (left.isnan() & right.isnan())
+    apart = apart.masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
     return not apart.numel() or float(apart.max()) <= _tolerance(left)
 
 
