@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import NamedTuple
 
+from ..reports.common import Verdict
 from ..reports.compare_heads import HeadCount
 from ..text import listed, multiple, percent, plural
 
@@ -73,11 +74,11 @@ def reason(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWei
 
 def _same(stages: Sequence[str]) -> str:
     """Return `q_proj, k_proj, v_proj and the split are identical`."""
-    named = [stage for stage in stages if stage not in _HEADS]
+    named = list(stages)
     if set(_HEADS) <= set(stages):
-        named.insert(sum(stage in _PROJECTIONS for stage in named), "the split")
-    else:
-        named = list(stages)
+        named = [stage for stage in stages if stage not in _HEADS]
+        projections = [stage for stage in named if stage in _PROJECTIONS]
+        named.insert(len(projections), "the split")
     return f"{listed(named)} {'are' if len(named) > 1 else 'is'} identical"
 
 
@@ -86,16 +87,23 @@ def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeigh
     if walk.first in ("scores", "masked_scores"):
         return _features_used(base, count)
     if not copied.same:
-        # The change of the weights that the stage is computed with; otherwise the first change.
-        letter = (walk.first or "")[:1]
-        change = next((change for change in copied.changes if change.part[2:] == letter), copied.changes[0])
-        return "", "", "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
-    rotated = walk.rotated and walk.first in _HEADS
-    if walk.note and not rotated:
+        so = f", so it is {walk.note}" if walk.note else ""
+        return "", "", "", f"{_change_of(walk.first or '', copied).sentence}{so}"
+    is_rotated = walk.rotated and walk.first in _HEADS
+    if walk.note and not is_rotated:
         return "", "", "", walk.note
+    start = "positions rotate the features within " if is_rotated else ""
     sizes = f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}"
     brief, instead = f"{count.num_heads} of {count.head_dim}", f" instead of {base.num_heads} of {base.head_dim}"
-    return "positions rotate the features within " if rotated else "", sizes, brief, instead
+    return start, sizes, brief, instead
+
+
+def _change_of(stage: str, copied: CopiedWeights) -> Change:
+    """Return the change of the weights that a stage is computed with, of W_k for `k_proj`; else the first change."""
+    for change in copied.changes:
+        if change.part[2:] == stage[:1]:
+            return change
+    return copied.changes[0]
 
 
 def _features_used(base: HeadCount, count: HeadCount) -> Pieces:
@@ -133,23 +141,25 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     if len(counts) == 1:
         return f"Undecided: only one head count was given ({baseline}). Give two or more to compare."
     given = "the same weights and input" if same_weights else "the same input, and the same weights where shapes allow"
-    differing = [count for count in counts[1:] if count.verdict == "differs"]
-    unsure = [count for count in counts[1:] if count.verdict == "inconclusive"]
+    by_verdict: dict[Verdict, list[HeadCount]] = {"same": [], "inconclusive": [], "differs": []}
+    for count in counts[1:]:
+        by_verdict[count.verdict].append(count)
+    same, unsure, differing = by_verdict["same"], by_verdict["inconclusive"], by_verdict["differs"]
     if not differing and not unsure:
-        by = "bit for bit" if all(count.max_abs_difference == 0 for count in counts[1:]) else "within rounding"
+        is_exact = all(count.max_abs_difference == 0 for count in counts[1:])
+        by = "bit for bit" if is_exact else "within rounding"
         return f"No: with {given}, {_heads_of(counts)} give the same output, {by}."
     if not differing:
         return f"Undecided: with {given}, the output of {_heads_of(unsure)} is within 10 times the rounding error."
-    furthest = max(differing, key=lambda count: count.relative_difference)
-    if not isfinite(furthest.relative_difference):
+    largest = max(count.relative_difference for count in differing)
+    if not isfinite(largest):
         return f"Yes: with {given}, the outputs of {_heads_of(counts)} have NaN or inf in different places."
     times_noise = max(count.times_noise for count in differing)
     text = (
         f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}. "
-        f"The difference is up to {percent(furthest.relative_difference)}, "
+        f"The difference is up to {percent(largest)}, "
         f"{multiple(times_noise)} times the rounding error."
     )
-    same = [count for count in counts[1:] if count.verdict == "same"]
     if same:
         text += f" The output of {_heads_of(same)} is the same."
     if unsure:
