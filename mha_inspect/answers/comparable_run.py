@@ -95,8 +95,9 @@ class ComparableRun:
     @cached_property
     def _named(self) -> Run:
         """The run that names attentions and axes: the run in another dtype if both have the same operations."""
-        alike = self._like is not None and _steps(self._like.run) == _steps(self.run)
-        return self._like._named if self._like is not None and alike else self.run
+        if self._like is not None and _steps(self._like.run) == _steps(self.run):
+            return self._like._named
+        return self.run
 
     @property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
@@ -116,9 +117,9 @@ class ComparableRun:
         if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
             return None
         if (place, stage) not in self._contents:
-            content = content_of(self.run, *self.attentions[place], stage)
-            scale = self.attentions[place][0].early_scales.get(stage) or 1
-            self._contents[place, stage] = content if content is None or scale == 1 else content / scale
+            attention, names = self.attentions[place]
+            content = content_of(self.run, attention, names, stage)
+            self._contents[place, stage] = without_scale(content, attention, stage)
         return self._contents[place, stage]
 
     def as_made(self, place: int, stage: str) -> Tensor | None:
@@ -128,8 +129,7 @@ class ComparableRun:
         attention = self.attentions[place][0]
         tensor = attention.stages.get(stage)
         content = None if tensor is None else self.run.recording.values.get(tensor.id)
-        scale = attention.early_scales.get(stage) or 1
-        return content if content is None or scale == 1 else content / scale
+        return without_scale(content, attention, stage)
 
     def axes(self, place: int, stage: str) -> str:
         """Return the axes of a stage as they are: `(batch windows) heads query key`; empty if it is absent."""
@@ -165,8 +165,8 @@ class ComparableRun:
     @property
     def further(self) -> dict[str, Tensor]:
         """The forward's other floating tensors by name: `[1]`, `pooled`."""
-        tensors = list(tensors_in(self.run.returned))[1:]
-        return {name: dense(tensor).detach() for name, tensor in tensors if tensor.is_floating_point()}
+        _, *further = tensors_in(self.run.returned)
+        return {name: dense(tensor).detach() for name, tensor in further if tensor.is_floating_point()}
 
     @cached_property
     def output(self) -> Tensor:
@@ -182,23 +182,22 @@ class ComparableRun:
     # -- rounding -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _pair(self) -> _Measured:
-        """Two runs that show the rounding error.
+    def _pair(self) -> tuple[ComparableRun, ComparableRun, float]:
+        """The measured run, the exact run in float64, and the factor of the measured error.
 
         float64 itself is measured by a copy in float32. With random elements, both runs are copies.
         """
         dtype = getattr(torch, self.dtype)
-        is_exact = dtype == torch.float64
-        exact = self if is_exact and not self.drops else self._in(torch.float64)
-        if is_exact:
-            run = self._in(torch.float32)
+        exact = self if dtype == torch.float64 and not self.drops else self._in(torch.float64)
+        if dtype == torch.float64:
+            measured = self._in(torch.float32)
         elif self.drops:
-            run = self._in(dtype)
+            measured = self._in(dtype)
         else:
-            run = self
-        # Half a digit refers to the run's own dtype.
-        unit = 1.0 if self.measured_against == "half a digit" else beside(dtype)[1]
-        return _Measured(run, exact, unit)
+            measured = self
+        if self.measured_against == "half a digit":
+            return measured, exact, 1.0  # this error is already that of the run's dtype
+        return measured, exact, beside(dtype)[1]
 
     def _in(self, dtype: torch.dtype) -> ComparableRun:
         """Return the run of a copy in another dtype, in eval mode if the module drops elements.
@@ -234,48 +233,47 @@ class ComparableRun:
         A query with every key masked out has no defined result, so it has no rounding error. `as_made` is for stages
         that are compared in their own axes.
         """
-        pair = self._pair
+        measured, exact, unit = self._pair
         if as_made:
-            return pair.error(pair.run.as_made(place, stage), pair.exact.as_made(place, stage))
-        content, exact = pair.run.content(place, stage), pair.exact.content(place, stage)
-        if content is None or exact is None:
+            plain, finer = measured.as_made(place, stage), exact.as_made(place, stage)
+            return 0.0 if plain is None or finer is None else rounding_error(plain, finer) * unit
+        coarse, fine = measured.content(place, stage), exact.content(place, stage)
+        if coarse is None or fine is None:
             return 0.0
-        return stage_noise(stage, _without(stage, content, rows), _without(stage, exact, rows), like) * pair.unit
+        return stage_noise(stage, _without(stage, coarse, rows), _without(stage, fine, rows), like) * unit
 
     def further_floor(self, name: str) -> float:
         """Return the rounding error of another tensor that the forward returns; 0 if a copy does not return it."""
-        pair = self._pair
-        return pair.error(pair.run.further.get(name), pair.exact.further.get(name))
+        measured, exact, unit = self._pair
+        coarse, fine = measured.further.get(name), exact.further.get(name)
+        return 0.0 if coarse is None or fine is None else rounding_error(coarse, fine) * unit
 
     def output_floor(self, rows: Rows) -> float:
         """Return the rounding error of the output; these queries are excluded if the output begins `batch query`."""
-        pair = self._pair
+        measured, exact, unit = self._pair
+        coarse, fine = measured.output, exact.output
         weights = self.content(len(self.attentions) - 1, "weights") if rows else None
-        by_query = weights is not None and pair.run.output.shape[:2] == (weights.shape[0], weights.shape[2])
-        excluded = rows if by_query else ()
-        return pair.error(
-            _without("output", pair.run.output, excluded), _without("output", pair.exact.output, excluded)
-        )
+        if weights is not None and coarse.shape[:2] == (weights.shape[0], weights.shape[2]):
+            coarse, fine = _without("output", coarse, rows), _without("output", fine, rows)
+        return rounding_error(coarse, fine) * unit
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """Two runs of one subject that show its rounding error."""
-
-    run: ComparableRun
-    exact: ComparableRun
-    """The run in float64."""
-    unit: float
-    """The factor from their distance to the rounding error."""
-
-    def error(self, content: Tensor | None, exact: Tensor | None) -> float:
-        """Return the rounding error of a tensor of both runs; 0 if one of them lacks it."""
-        return 0.0 if content is None or exact is None else rounding_error(content, exact) * self.unit
+def without_scale(content: Tensor | None, attention: Attention, stage: str) -> Tensor | None:
+    """Return a stage without the scale that it already has before the scores, e.g. queries divided by √head_dim."""
+    scale = attention.early_scales.get(stage)
+    if content is None or not scale or scale == 1:
+        return content
+    return content / scale
 
 
-def _steps(run: Run) -> list[tuple[str, ...]]:
-    """Return the operations with their inputs and outputs, independent of sizes."""
-    return [(op.name, *(str(t.id) for t in (*op.inputs, *op.outputs))) for op in run.recording.ops]
+def _steps(run: Run) -> list[tuple[str, list[int]]]:
+    """Return the operations with the ids of their inputs and outputs, independent of sizes."""
+    steps = []
+    for op in run.recording.ops:
+        ids = [tensor.id for tensor in op.inputs]
+        ids += [tensor.id for tensor in op.outputs]
+        steps.append((op.name, ids))
+    return steps
 
 
 def measured_in(
@@ -337,75 +335,87 @@ class Comparison:
     @cached_property
     def masked(self) -> list[Rows]:
         """For each pair of attentions the queries with every key masked out, on either side."""
-        count = max(len(self.left.attentions), len(self.right.attentions))
         masked = []
-        for place in range(count):
+        for place in range(max(len(self.left.attentions), len(self.right.attentions))):
             rows = {*self.left.masked_queries(place), *self.right.masked_queries(place)}
             masked.append(tuple(sorted(rows)))
         return masked
 
+    @property
+    def _measured(self) -> tuple[ComparableRun, ...]:
+        return self.measured or (self.left, self.right)
+
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
         for place in range(len(self.masked)):
-            names: set[str] = set()
+            present: set[str] = set()
             for run in (self.left, self.right):
                 if place < len(run.attentions):
-                    names.update(run.attentions[place][0].stages)
+                    present.update(run.attentions[place][0].stages)
             for stage in STAGES:
-                if stage in names:
+                if stage in present:
                     yield self._compared(place, stage, measured=measured)
 
     def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
         """Return a stage on both sides, with the difference if it is to be measured and can be."""
         left, right = self.left.content(place, stage), self.right.content(place, stage)
-        as_it_is = ComparedStage(place, stage, left, right, None)
         if not measured:
-            return as_it_is
+            return ComparedStage(place, stage, left, right, None)
         if left is None or right is None:
-            return self._compared_as_made(place, stage, as_it_is)
-        note = ""
-        full_left, full_right = left, right
-        if stage in _BY_KEY_HEAD and left.numel() != right.numel():
-            _, left_names = self.left.attentions[place]
-            _, right_names = self.right.attentions[place]
-            full_left, full_right = _for_each_head(left, left_names), _for_each_head(right, right_names)
-            note = _repeated_heads(left_names, right_names)
+            as_made = self._compared_as_made(place, stage)
+            return as_made or ComparedStage(place, stage, left, right, None)
+        whole_left, whole_right, note = self._with_all_heads(place, stage, left, right)
         axes = CANONICAL_AXES[stage].split()
         if left.shape != right.shape and "key" in axes:
             keys = max(self.left.filled(place), self.right.filled(place))
-            full_left = _first(keys, full_left, axes.index("key"))
-            full_right = _first(keys, full_right, axes.index("key"))
+            whole_left = _first(keys, whole_left, axes.index("key"))
+            whole_right = _first(keys, whole_right, axes.index("key"))
         # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
 
-        runs = self.measured or (self.left, self.right)
-
         def floor() -> float:
             floors = []
-            for run in runs:
-                full_beside = full_right if run is self.left else full_left
-                floors.append(run.floor(place, stage, full_beside, rows))
+            for run in self._measured:
+                compared_with = whole_right if run is self.left else whole_left
+                floors.append(run.floor(place, stage, compared_with, rows))
             return max(floors)
 
-        difference = compare_stage(stage, full_left, full_right, floor)
+        difference = compare_stage(stage, whole_left, whole_right, floor)
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
         return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
 
-    def _compared_as_made(self, place: int, stage: str, unknown: ComparedStage) -> ComparedStage:
-        """Compare a stage without canonical axes, e.g. of windows, if both sides have it in the same shape and axes."""
+    def _with_all_heads(self, place: int, stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Return a stage of both sides with keys or values for every query head, and which of them were repeated."""
+        if stage not in _BY_KEY_HEAD or left.numel() == right.numel():
+            return left, right, ""
+        _, left_names = self.left.attentions[place]
+        _, right_names = self.right.attentions[place]
+        note = _repeated_heads(left_names, right_names)
+        return _for_each_head(left, left_names), _for_each_head(right, right_names), note
+
+    def _compared_as_made(self, place: int, stage: str) -> ComparedStage | None:
+        """Compare a stage without canonical axes, e.g. of windows; None unless both sides agree in shape and axes."""
         axes = self.left.axes(place, stage)
         left, right = self.left.as_made(place, stage), self.right.as_made(place, stage)
-        if axes != self.right.axes(place, stage) or left is None or right is None or left.shape != right.shape:
-            return unknown
-        floors = (run.floor(place, stage, left, (), as_made=True) for run in self.measured or (self.left, self.right))
-        difference = compare_stage(stage, left, right, lambda: max(floors))
+        if left is None or right is None or left.shape != right.shape:
+            return None
+        if self.right.axes(place, stage) != axes:
+            return None
+
+        def floor() -> float:
+            return max(run.floor(place, stage, left, (), as_made=True) for run in self._measured)
+
+        difference = compare_stage(stage, left, right, floor)
         return ComparedStage(place, stage, left, right, replace(difference, compared=axes))
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""
-        floors = (run.output_floor(rows) for run in (self.measured or (self.left, self.right)))
-        return compare_stage("output", self.left.output, self.right.output, lambda: max(floors))
+
+        def floor() -> float:
+            return max(run.output_floor(rows) for run in self._measured)
+
+        return compare_stage("output", self.left.output, self.right.output, floor)
 
     def further(self) -> tuple[OutputDifference, ...]:
         """Compare the other tensors that both sides return by the same name, in one shape."""
@@ -414,8 +424,9 @@ class Comparison:
             right = self.right.further.get(name)
             if right is None or right.shape != left.shape:
                 continue
-            runs = self.measured or (self.left, self.right)
-            floor = 0.0 if torch.equal(left, right) else max(run.further_floor(name) for run in runs)
+            floor = 0.0
+            if not torch.equal(left, right):
+                floor = max(run.further_floor(name) for run in self._measured)
             differences.append(OutputDifference(**vars(difference_of(left, right, floor)), name=name))
         return tuple(differences)
 
@@ -438,15 +449,16 @@ def _first(count: int, tensor: Tensor, dim: int) -> Tensor:
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
     """Return `batch key (heads head_dim)` or `batch heads key head_dim` with a key or value for every query head."""
-    count, axes, heads = names.num_kv_heads, "batch key ({} head_dim)", content.shape[-1] / names.head_dim
+    kv_heads = names.num_kv_heads
     if content.dim() == 4:
-        axes, heads = "batch ({}) key head_dim", content.shape[1]
-    if not count or names.num_heads % count or heads != count:
+        axes, features = "batch ({}) key head_dim", content.shape[1] * names.head_dim
+    else:
+        axes, features = "batch key ({} head_dim)", content.shape[-1]
+    if not kv_heads or names.num_heads % kv_heads or features != kv_heads * names.head_dim:
         return content
     order = " ".join(names.head_order[1:])
-    return repeat(
-        content, f"{axes.format('kv_heads')} -> {axes.format(order)}", kv_heads=count, group=names.num_heads // count
-    )
+    pattern = f"{axes.format('kv_heads')} -> {axes.format(order)}"
+    return repeat(content, pattern, kv_heads=kv_heads, group=names.num_heads // kv_heads)
 
 
 def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
@@ -459,4 +471,6 @@ def overall(verdicts: Sequence[Verdict | None]) -> Verdict:
     """Return `differs` if any verdict is that, otherwise `inconclusive` if any is, otherwise `same`."""
     if "differs" in verdicts:
         return "differs"
-    return "inconclusive" if "inconclusive" in verdicts else "same"
+    if "inconclusive" in verdicts:
+        return "inconclusive"
+    return "same"

@@ -7,7 +7,7 @@ call's keys is the token whose value it has: a cache may drop rows, or have empt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,18 +49,6 @@ class Reason:
     fix: str = ""
     source: str = ""
     module: str = ""
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """What a call has unlike one call over all tokens, before it is known where."""
-
-    sentence: str
-    fix: str = ""
-
-    def at(self, source: str, module: str) -> Reason:
-        """Return it with the line and the module of the attention."""
-        return Reason(self.sentence, self.fix, source, module)
 
 
 @dataclass(frozen=True)
@@ -155,26 +143,29 @@ class _Beside:
     @property
     def is_of_other_tokens(self) -> bool:
         """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
-        q_heads = self._of_call("q_heads")
-        if q_heads is None or q_heads.shape[2] == self._queries:
+        queries = self._of_call("q_heads")
+        if queries is None or queries.shape[2] == self._queries:
             return False
-        return all(self._is_same(stage) for stage in ("q_heads", "v_heads", "context"))
-
-    def _is_same(self, stage: str) -> bool:
-        """Return whether a stage has the same numbers in both runs; False if it is missing in one."""
-        whole, call = self._of_whole(stage), self._of_call(stage)
-        return whole is not None and call is not None and whole.shape == call.shape and _near(whole, call)
+        for stage in ("q_heads", "v_heads", "context"):
+            whole, call = self._of_whole(stage), self._of_call(stage)
+            if whole is None or call is None:
+                return False
+            if whole.shape != call.shape or not _near(whole, call):
+                return False
+        return True
 
     def reason_over_other_keys(self) -> Reason | None:
         """Return the first thing that differs in an attention whose keys are not of the call's tokens."""
         source, module = self.call.score_product.op.source, self.call.module
-        unlike_input = self._input()
-        if unlike_input is not None:
-            return unlike_input.at(source, module)
-        for stage in ("k_heads", "v_heads"):
+        sentence_and_fix = self._input()
+        if sentence_and_fix is not None:
+            return Reason(*sentence_and_fix, source, module)
+        for stage, side in (("k_heads", "keys"), ("v_heads", "values")):
             pair = self._pair(stage, 2)
-            if pair is not None and (pair[0].shape != pair[1].shape or not _near(*pair)):
-                side = "keys" if stage == "k_heads" else "values"
+            if pair is None:
+                continue
+            whole, call = pair
+            if whole.shape != call.shape or not _near(whole, call):
                 sentence = f"The {side} of the other sequence differ from those of one call."
                 return Reason(sentence, "", source, module)
         return self._of_output()
@@ -185,8 +176,11 @@ class _Beside:
         return self._rows_of("scores")
 
     def _rows_of(self, stage: str) -> tuple[Tensor, Tensor] | None:
+        """Return `batch heads query key` of the call's tokens in both runs; None if a run lacks one of them."""
         whole, call = self._of_whole(stage), self._of_call(stage)
-        if whole is None or call is None or whole.shape[:2] != call.shape[:2] or call.shape[2] != self._queries:
+        if whole is None or call is None:
+            return None
+        if whole.shape[:2] != call.shape[:2] or call.shape[2] != self._queries:
             return None
         if whole.shape[2] < self.continued.stop:
             return None
@@ -206,8 +200,7 @@ class _Beside:
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
         """`batch query key` of the call's tokens in both runs: True if any head sees the key."""
-        whole = _seen_keys(*(self._of_whole(stage) for stage in ("scores", "masked_scores", "weights")))
-        call = _seen_keys(*(self._of_call(stage) for stage in ("scores", "masked_scores", "weights")))
+        whole, call = _seen_in(self._of_whole), _seen_in(self._of_call)
         return whole[:, self.continued.start : self.continued.stop], call
 
     @cached_property
@@ -220,15 +213,15 @@ class _Beside:
     def reason(self) -> Reason | None:
         """Return the first thing that differs in this attention; None without one."""
         source = self.call.score_product.op.source
-        for find in (self._input, self._future, self._slots, self._missing, self._keys):
-            difference = find()
-            if difference is not None:
-                return difference.at(source, self.call.module)
+        for difference in (self._input, self._future, self._slots, self._missing, self._keys):
+            sentence_and_fix = difference()
+            if sentence_and_fix is not None:
+                return Reason(*sentence_and_fix, source, self.call.module)
         mask_source = self.call.masks[-1].source if self.call.masks else source
-        for find in (self._visible, self._bias):
-            difference = find()
-            if difference is not None:
-                return difference.at(mask_source, self.call.module)
+        for difference in (self._visible, self._bias):
+            sentence_and_fix = difference()
+            if sentence_and_fix is not None:
+                return Reason(*sentence_and_fix, mask_source, self.call.module)
         return self._of_output()
 
     def _of_output(self) -> Reason | None:
@@ -238,7 +231,7 @@ class _Beside:
             return Reason("The output of the attention differs, although its scores and values are equal.")
         return None
 
-    def _input(self) -> _Difference | None:
+    def _input(self) -> tuple[str, str] | None:
         """Return whether the input of the attention differs, e.g. by the positions that are added to it."""
         pair = self._of_queries("query", 1)
         if pair is None or _near(*pair):
@@ -247,54 +240,60 @@ class _Beside:
         added = _added_positions(self.continued) if self.place == 0 else None
         if added is not None:
             position = self.continued.start
-            return _Difference(
-                f"Position {position} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
-            )
+            return f"Position {position} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
         before = "before it" if self.place == 0 else f"between attentions {self.place} and {self.place + 1}"
         differs = f"The input of attention {self.place + 1} differs at position {first}"
-        return _Difference(f"{differs}: an operation {before} makes the difference.")
+        return f"{differs}: an operation {before} makes the difference.", ""
 
-    def _future(self) -> _Difference | None:
+    def _future(self) -> tuple[str, str] | None:
         """Return whether the one call attends to tokens after the call's."""
         seen, _ = self._seen
         later = seen[..., self.continued.stop :].any(0)
         if not bool(later.any()):
             return None
         query, key = (int(number) for number in later.nonzero()[0])
-        return _Difference(
+        return (
             f"In one call, position {self.continued.start + query} attends to the future position "
-            f"{self.continued.stop + key}, which is missing in this call."
+            f"{self.continued.stop + key}, which is missing in this call.",
+            "",
         )
 
-    def _slots(self) -> _Difference | None:
+    def _slots(self) -> tuple[str, str] | None:
         """Return whether the value of a token is in another row than its key, or keys and values are swapped."""
         keys, values = self._pair("k_heads", 2), self._values
         if keys is None or values is None:
             return None
         whole, call = keys
-        expected = self._expected(call.shape[2], whole.shape[2])
-        if keys[0].shape == values[0].shape and keys[1].shape == values[1].shape:
-            # A value that is the key of its token: the two were swapped.
-            old = expected.lt(self.continued.start) & expected.ge(0)
-            swapped = (_matches(keys[0], values[1], expected) == expected)[old]
-            right = (self._tokens == expected)[old]
-            if bool(swapped.any()) and not bool(right.any()):
-                return _Difference(
-                    "The cached values are the keys of the earlier calls.", "Return the cache in the order of its use."
-                )
-        of_keys = _matches(whole, call, expected)
+        if self._are_swapped(keys, values):
+            return (
+                "The cached values are the keys of the earlier calls.",
+                "Return the cache in the order of its use.",
+            )
+        if not _is_unique(whole) or not _is_unique(values[0]):
+            return None  # several tokens have the same numbers
+        of_keys = _matches(whole, call, self._expected(call.shape[2], whole.shape[2]))
         apart = (of_keys >= 0) & (self._tokens >= 0) & (of_keys != self._tokens)
-        unique = _is_unique(whole) and _is_unique(values[0])
-        if not unique or not bool(apart.any()):
+        if not bool(apart.any()):
             return None
         row = int(apart.nonzero()[0])
-        return _Difference(
+        return (
             f"Key {row} of this call is that of token {int(of_keys[row])}, and value {row} that of token "
             f"{int(self._tokens[row])}.",
             "Join keys and values in the same order.",
         )
 
-    def _missing(self) -> _Difference | None:
+    def _are_swapped(self, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
+        """Return whether cached values are the keys of their tokens, and none of them is its own value."""
+        whole, call = keys
+        if whole.shape != values[0].shape or call.shape != values[1].shape:
+            return False
+        expected = self._expected(call.shape[2], whole.shape[2])
+        is_cached = expected.lt(self.continued.start) & expected.ge(0)
+        has_key = _matches(whole, values[1], expected) == expected
+        has_value = self._tokens == expected
+        return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
+
+    def _missing(self) -> tuple[str, str] | None:
         """Return whether a token that the one call attends to has no value in the call, or another value."""
         seen, _ = self._seen
         attended = seen.any(0).any(0)[: self.continued.stop].nonzero().flatten().tolist()
@@ -306,24 +305,25 @@ class _Beside:
         new = [token for token in missing if token >= start]
         past = [token for token in missing if token < start]
         query = start + int(seen.any(0)[:, missing[0]].nonzero()[0])
-        if rows <= self._queries and len(past) and not new:
-            return _Difference(
+        if rows <= self._queries and not new:
+            return (
                 f"This call has {plural(rows, 'key')} for {plural(self._queries, 'token')}: the keys of the "
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
-        if new and not past and self._reads_tokens_alone:
-            return _Difference(self._without_own(new), _OWN_FIX)
         if new:
+            if not past and self._reads_tokens_alone:
+                return self._without_own(new), _OWN_FIX
             differs = f"The value of the new position {new[0]} differs from that of one call."
-            return _Difference(f"{differs}{self._tried('v_heads')}")
+            return f"{differs}{self._tried('v_heads')}", ""
         if bool((self._tokens >= 0).all()):
-            return _Difference(
+            return (
                 f"The cache has lost position {missing[0]}: this call has {plural(rows, 'key')}, of positions "
-                f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}."
+                f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}.",
+                "",
             )
         differ = f"The cached values of positions {_ranges(missing)} differ from those of one call."
-        return _Difference(f"{differ}{self._tried('v_heads')}")
+        return f"{differ}{self._tried('v_heads')}", ""
 
     @property
     def _reads_tokens_alone(self) -> bool:
@@ -331,9 +331,10 @@ class _Beside:
         keys = self._pair("k_heads", 2)
         if keys is None or not len(self._tokens):
             return False
-        of_keys = _matches(*keys, self._tokens)
-        has_each_once = len(set(self._tokens.tolist())) == len(self._tokens)
-        return bool(self._tokens.ge(0).all()) and has_each_once and torch.equal(of_keys, self._tokens)
+        has_repeated = len(set(self._tokens.tolist())) < len(self._tokens)
+        if has_repeated or bool(self._tokens.lt(0).any()):
+            return False
+        return torch.equal(_matches(*keys, self._tokens), self._tokens)
 
     def _without_own(self, new: list[int]) -> str:
         """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
@@ -356,7 +357,7 @@ class _Beside:
         rows = _matches(whole, returned.to(whole), torch.full((returned.shape[2],), -1))
         return set(new) <= set(rows.tolist())
 
-    def _keys(self) -> _Difference | None:
+    def _keys(self) -> tuple[str, str] | None:
         """Return whether the scores differ where both runs attend, and which of queries and keys make them differ."""
         pair = self._scores
         if pair is None:
@@ -367,13 +368,9 @@ class _Beside:
             return None
         keys, queries = self._pair("k_heads", 2), self._of_queries("q_heads", 2)
         if keys is None or queries is None:
-            return _Difference("The scores differ from those of one call.")
+            return "The scores differ from those of one call.", ""
         are_read = both.any(2)[:, 0].any(0).cpu()
-        unlike = []
-        for row, is_read in zip(self._filled.tolist(), are_read.tolist(), strict=True):
-            token = int(self._tokens[row])
-            if is_read and not _near(keys[0][:, :, token], keys[1][:, :, row]):
-                unlike.append(token)
+        unlike = self._unlike_keys(keys, self._filled[are_read].tolist())
         cached = [token for token in unlike if token < self.continued.start]
         return (
             self._of_positions(cached)
@@ -382,7 +379,17 @@ class _Beside:
             or self._of_operands(unlike, cached, queries, keys)
         )
 
-    def _of_angles(self, cached: list[int], queries: Tensor) -> _Difference | None:
+    def _unlike_keys(self, keys: tuple[Tensor, Tensor], rows: list[int]) -> list[int]:
+        """Return the tokens in these rows of the call whose keys differ from those of the one call."""
+        whole, call = keys
+        unlike = []
+        for row in rows:
+            token = int(self._tokens[row])
+            if not _near(whole[:, :, token], call[:, :, row]):
+                unlike.append(token)
+        return unlike
+
+    def _of_angles(self, cached: list[int], queries: Tensor) -> tuple[str, str] | None:
         """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
 
         `queries` are those of the call, `batch heads query head_dim`.
@@ -395,10 +402,10 @@ class _Beside:
             return None
         rotated = f"Position {start} is rotated by the angle of position {fits[0]}"
         if self._keeps_angles:
-            return _Difference(f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX)
-        return _Difference(f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX)
+            return f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX
+        return f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX
 
-    def _of_cached_angles(self, cached: list[int], keys: Tensor) -> _Difference | None:
+    def _of_cached_angles(self, cached: list[int], keys: Tensor) -> tuple[str, str] | None:
         """Return whether cached keys are rotated a second time; `keys` are those of the call, by row.
 
         Two turns by the angle of a position are one by the angle of twice that position.
@@ -410,7 +417,7 @@ class _Beside:
                 return None
         if not twice:
             return None
-        return _Difference(
+        return (
             f"The cached keys of positions {_ranges(cached)} are rotated a second time: that of position {twice[0]} "
             f"has the angle of position {2 * twice[0]}.",
             "Rotate the new keys alone before they are joined with the cache, or cache keys that are not rotated.",
@@ -461,7 +468,7 @@ class _Beside:
                 return True
         return False
 
-    def _of_positions(self, cached: list[int]) -> _Difference | None:
+    def _of_positions(self, cached: list[int]) -> tuple[str, str] | None:
         """Return whether new tokens are rotated by other positions than their own; `cached` keys differ."""
         position, start = self._position(self.call, self.call_names, of_call=True), self.continued.start
         expected = self._position(self.whole, self.whole_names, of_call=False)
@@ -472,12 +479,12 @@ class _Beside:
         if offset is None or offset == right or cached:
             return None
         if offset == rows + expected.query_offset and rows < start:
-            return _Difference(
+            return (
                 f"Position {right} is rotated as position {offset}: positions count the {rows} rows that the cache "
                 f"keeps, instead of all {start} tokens so far.",
                 "Count all tokens so far, instead of the rows that the cache keeps.",
             )
-        return _Difference(f"Position {right} is rotated as position {offset}{_restarts(offset)}.", _POSITIONS_FIX)
+        return f"Position {right} is rotated as position {offset}{_restarts(offset)}.", _POSITIONS_FIX
 
     def _position(self, attention: Attention, names: AxisNames, *, of_call: bool) -> Position | None:
         run = self.continued.named_call if of_call else self.continued.whole
@@ -486,23 +493,28 @@ class _Beside:
 
     def _of_operands(
         self, unlike: list[int], cached: list[int], queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
-    ) -> _Difference:
+    ) -> tuple[str, str]:
         """Return which of queries, new keys and cached keys differ."""
         new = [token for token in unlike if token >= self.continued.start]
         if cached and not new:
             differ = f"The cached keys of positions {_ranges(cached)} differ from those of one call."
-            return _Difference(f"{differ}{self._tried('k_heads')}")
-        sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
-        if sides and not cached:
-            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
-            return _Difference(f"{differ} one call.{self._tried('q_heads' if sides[0] == 'queries' else 'k_heads')}")
+            return f"{differ}{self._tried('k_heads')}", ""
         if cached:
             differ = f"The keys of positions {_ranges(unlike)} differ from those of one call."
-            return _Difference(f"{differ}{self._tried('k_heads')}")
-        scales = self.whole.scale, self.call.scale
-        if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
-            return _Difference(f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.")
-        return _Difference("The scores differ from those of one call, although queries and keys are equal.")
+            return f"{differ}{self._tried('k_heads')}", ""
+        sides = []
+        if not _near(*queries):
+            sides.append("queries")
+        if new:
+            sides.append("keys")
+        if sides:
+            differ = f"The {' and the '.join(sides)} of the new position {self.continued.start} differ from those of"
+            stage = "q_heads" if "queries" in sides else "k_heads"
+            return f"{differ} one call.{self._tried(stage)}", ""
+        of_whole, of_call = self.whole.scale, self.call.scale
+        if of_whole and of_call and abs(of_whole / of_call - 1) > 1e-3:
+            return f"The scores are scaled by {of_call:.4g}, and in one call by {of_whole:.4g}.", ""
+        return "The scores differ from those of one call, although queries and keys are equal.", ""
 
     def _tried(self, stage: str) -> str:
         """Return, as a further sentence, the change that makes a stage of this call that of one call; empty if none.
@@ -533,22 +545,20 @@ class _Beside:
         whole, call = self._seen
         return whole[..., self._tokens[self._filled]] & call[..., self._filled]
 
-    def _visible(self) -> _Difference | None:
+    def _visible(self) -> tuple[str, str] | None:
         """Return whether a query of the call sees other keys than in the one call."""
         whole, call = self._seen
         rows, queries = call.shape[2], call.shape[1]
         empty = call.any(0) & (self._tokens < 0)
         if bool(empty.any()):
             query, row = (int(number) for number in empty.nonzero()[0])
-            return _Difference(
-                f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token."
-            )
+            return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
         of_call = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
         of_call[..., self._tokens[self._filled]] = call[..., self._filled]
         if torch.equal(of_call, whole):
             return None
         if torch.equal(call, torch.ones(queries, rows, dtype=torch.bool).tril().expand_as(call)):
-            return _Difference(
+            return (
                 f"The mask is aligned top left: with {_queries(queries)} and {rows} keys, position "
                 f"{self.continued.start} sees key 0 alone.",
                 _TOP_LEFT_FIX if self.call.masks and queries > 1 else _TOP_LEFT_FIX + " A single query needs no mask.",
@@ -560,14 +570,10 @@ class _Beside:
         if bool(opened.any()):
             future = bool(opened[position + 1 :].any())
             what = "future positions" if future else "positions"
-            return _Difference(
-                f"Position {position} sees {what} {_places_of(opened)}, which are masked out in one call."
-            )
-        return _Difference(
-            f"Position {position} does not see positions {_places_of(closed)}, which it sees in one call."
-        )
+            return f"Position {position} sees {what} {_places_of(opened)}, which are masked out in one call.", ""
+        return f"Position {position} does not see positions {_places_of(closed)}, which it sees in one call.", ""
 
-    def _bias(self) -> _Difference | None:
+    def _bias(self) -> tuple[str, str] | None:
         """Return whether what is added to the scores differs where both runs attend."""
         pair, scores = self._rows_of("masked_scores"), self._scores
         if pair is None or scores is None:
@@ -589,7 +595,7 @@ class _Beside:
         key, position = int(self._tokens[self._filled][row]), self.continued.start + query
         like = self._position_of_bias(added[:, :, query])
         more = "" if like is None else f", as for a query at position {like}"
-        return _Difference(
+        return (
             f"The keys are equal, and the bias differs: position {position} adds "
             f"{_term(added[batch, head, query, row])} to the score of key {key}{more}; expected "
             f"{_term(expected[batch, head, query, row])}.",
@@ -598,7 +604,8 @@ class _Beside:
 
     def _position_of_bias(self, added: Tensor) -> int | None:
         """Return the only position of the one call whose bias is this, `batch heads row`; None if not exactly one."""
-        masked, scores, weights = (self._of_whole(stage) for stage in ("masked_scores", "scores", "weights"))
+        masked, scores = self._of_whole("masked_scores"), self._of_whole("scores")
+        weights = self._of_whole("weights")
         if masked is None or scores is None or weights is None:
             return None
         seen = sees(weights, masked).cpu()
@@ -613,11 +620,14 @@ class _Beside:
         return fits[0] if len(fits) == 1 else None
 
 
-def _seen_keys(scores: Tensor | None, masked: Tensor | None, weights: Tensor | None) -> Tensor:
-    """Return `batch query key`: True if any head sees the key. Without weights, every key counts as seen."""
+def _seen_in(content: Callable[[str], Tensor | None]) -> Tensor:
+    """Return `batch query key` of a run, given its stages by name: True if any head sees the key."""
+    weights, scores = content("weights"), content("scores")
+    if weights is None and scores is not None:
+        weights = torch.ones_like(scores)
     if weights is None:
-        weights = torch.zeros(1, 1, 1, 1) if scores is None else torch.ones_like(scores)
-    return sees(weights, masked).cpu()
+        weights = torch.zeros(1, 1, 1, 1)
+    return sees(weights, content("masked_scores")).cpu()
 
 
 def _added_positions(continued: Continued) -> int | None:
@@ -693,7 +703,8 @@ def _tolerance(numbers: Tensor) -> float:
 def _near(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal but for rounding; two NaNs and two equal infinities are."""
     apart = (left.double() - right.double()).abs()
-    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0).nan_to_num(torch.inf)
+    are_equal = (left == right) | (left.isnan() & right.isnan())
+    apart = apart.masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
     return not apart.numel() or float(apart.max()) <= _tolerance(left)
 
 

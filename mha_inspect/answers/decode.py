@@ -309,8 +309,16 @@ def _naming_call(where: str, rows: Sequence[Step]) -> Iterator[None]:
 
 def _may_take_cache(arguments: Arguments) -> list[str]:
     """Return the arguments that may take the cache, those of a usual name first."""
-    free = [name for name in arguments.parameters if arguments.is_free(name) and not _NO_CACHE.search(name)]
-    return sorted(free, key=lambda name: CACHES.index(name) if name in CACHES else len(CACHES))
+    usual: list[str] = []
+    further: list[str] = []
+    for name in arguments.parameters:
+        if not arguments.is_free(name) or _NO_CACHE.search(name):
+            continue
+        if name in CACHES:
+            usual.append(name)
+        else:
+            further.append(name)
+    return [*sorted(usual, key=CACHES.index), *further]
 
 
 def _cache_argument(pieces: _Pieces, changes: Mapping[str, Any], past: Any) -> str | None:
@@ -356,15 +364,18 @@ def _compared(subject: Subject, whole: Tensor, calls: _Calls) -> DecodeProof:
         return _not_compared(length, "device meta has shapes and no numbers")
     if drops_at_random(calls.run):
         return _not_compared(length, "the forward draws random numbers")
-    last = [_last_of(whole, output, stop, length) for stop, output in outputs.items()]
-    comparable = [position for position in last if position is not None]
-    if not comparable:
+    of_whole: list[Tensor] = []
+    of_calls: list[Tensor] = []
+    for stop, output in outputs.items():
+        position = _last_of(whole, output, stop, length)
+        if position is not None:
+            of_whole.append(position.whole.flatten())
+            of_calls.append(position.call.flatten())
+    if not of_whole:
         returned = list(outputs[length].shape)
         note = f"a step returns {returned}, and the forward over all tokens {list(whole.shape)}"
         return _not_compared(length, note)
-    of_whole = torch.cat([position.whole.flatten() for position in comparable])
-    of_calls = torch.cat([position.call.flatten() for position in comparable])
-    largest, relative = distances(of_whole, of_calls)
+    largest, relative = distances(torch.cat(of_whole), torch.cat(of_calls))
     floor = rounding_of(subject, whole) if largest else None
     return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
 

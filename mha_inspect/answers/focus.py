@@ -30,7 +30,8 @@ def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
         weights, keys = run.content(place, "weights"), run.content(place, "key")
         if weights is None:
             raise _no_weights(run.label, attention)
-        focus = focus_of(weights, None if keys is None else min(keys.shape[1], weights.shape[-1]))
+        key_len = None if keys is None else min(keys.shape[1], weights.shape[-1])
+        focus = focus_of(weights, key_len)
         if len(run.attentions) > 1:
             focus = replace(focus, attention=place + 1, module=attention.module)
         counts.append(focus)
@@ -54,28 +55,29 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
         weights: `batch heads query key`.
         key_len: number of keys with a position, without keys that the layer appends. None means all.
     """
-    num_heads, queries = weights.shape[1], weights.shape[2]
     key_len = weights.shape[3] if key_len is None else key_len
-    distances = (torch.arange(queries)[:, None] - torch.arange(key_len)[None]).abs().double()
     by_head = weights.detach().cpu().double().transpose(0, 1)  # heads batch query key
     finite = by_head.isfinite().all(dim=-1).all(dim=0)
-    heads = []
-    for head, rows in enumerate(by_head):
-        shares = rows[finite].mean(dim=0)  # key; NaN if no query is finite
-        most = int(shares.nan_to_num().argmax())
-        placed = rows[..., :key_len]
-        of_placed = placed.sum(dim=-1)
-        distance = ((placed * distances).sum(dim=-1) / of_placed)[finite & (of_placed > 0)]
-        heads.append(
-            HeadFocus(
-                head=head,
-                most_attended_key=most,
-                share=float(shares[most]),
-                effective_keys=float(entropy_of(rows[finite]).exp().mean()),
-                distance=float(distance.mean()),
-            )
-        )
-    return HeadsFocus(num_heads, tuple(heads))
+    heads = [_focus_of_head(head, rows, finite, key_len) for head, rows in enumerate(by_head)]
+    return HeadsFocus(len(heads), tuple(heads))
+
+
+def _focus_of_head(head: int, weights: Tensor, finite: Tensor, key_len: int) -> HeadFocus:
+    """Return what one head attends to: its weights `batch query key`, the `batch query` to average over."""
+    shares = weights[finite].mean(dim=0)  # key; NaN if no query is finite
+    most = int(shares.nan_to_num().argmax())
+    queries, keys = torch.arange(weights.shape[1]), torch.arange(key_len)
+    distances = (queries[:, None] - keys).abs().double()
+    placed = weights[..., :key_len]
+    of_placed = placed.sum(dim=-1)
+    distance = (placed * distances).sum(dim=-1) / of_placed
+    return HeadFocus(
+        head=head,
+        most_attended_key=most,
+        share=float(shares[most]),
+        effective_keys=float(entropy_of(weights[finite]).exp().mean()),
+        distance=float(distance[finite & (of_placed > 0)].mean()),
+    )
 
 
 def entropy_of(weights: Tensor) -> Tensor:

@@ -132,7 +132,10 @@ class Learner:
 
         Raises `InputError` if autograd cannot differentiate the forward.
         """
-        learns = {name: p for name, p in self.subject.module.named_parameters() if p.requires_grad}
+        learns = {}
+        for name, parameter in self.subject.module.named_parameters():
+            if parameter.requires_grad:
+                learns[name] = parameter
         loss = self.loss()
         try:
             gradients = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
@@ -161,8 +164,9 @@ def _weights_by_head(run: ComparableRun) -> Weights | None:
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
     """Return the learners with their weights by head if that is possible for all, otherwise by parameter."""
-    by_head = all(learner.weights is not None for learner in learners)
-    return [learner if by_head else replace(learner, weights=None) for learner in learners]
+    if all(learner.weights is not None for learner in learners):
+        return list(learners)
+    return [replace(learner, weights=None) for learner in learners]
 
 
 def _larger_error(learner: Learner, part: str, *pairs: Outcomes) -> float:
@@ -170,7 +174,11 @@ def _larger_error(learner: Learner, part: str, *pairs: Outcomes) -> float:
 
     Two results that differ by rounding alone are at most twice that apart, even if one head count rounds more.
     """
-    return max(rounding_error(result.parts[part], exact.parts[part]) for result, exact in pairs) * learner.beside[1]
+    errors = []
+    for result, exact in pairs:
+        errors.append(rounding_error(result.parts[part], exact.parts[part]))
+    _, unit = learner.beside
+    return max(errors) * unit
 
 
 def compare_training(
@@ -220,8 +228,9 @@ def few_threads(subject: Subject) -> Iterator[None]:
     """Run the body in one thread if a step is too small to gain from several threads."""
     before = torch.get_num_threads()
     tensors = tensors_in((subject.args, subject.kwargs))
-    rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for _, tensor in tensors), default=1)
-    if rows * sum(parameter.numel() for parameter in subject.module.parameters()) < _WORTH_THREADS:
+    tokens = max((tensor.numel() // max(tensor.shape[-1:], default=1) for _, tensor in tensors), default=1)
+    weights = sum(parameter.numel() for parameter in subject.module.parameters())
+    if tokens * weights < _WORTH_THREADS:
         torch.set_num_threads(1)
     try:
         yield

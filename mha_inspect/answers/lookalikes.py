@@ -55,7 +55,7 @@ def _weights_alone(run: Run, products: list[Op]) -> Iterator[str]:
             continue
         for product in products:
             steps = between(recording, {product.output.id}, named.tensor)
-            if not steps or any(op.does("product") for op in steps):
+            if not steps or _have_product(steps):
                 continue
             yield (
                 f"Found instead: attention weights without values. {named.name} {list(named.tensor.shape)} sums to 1 "
@@ -66,7 +66,9 @@ def _weights_alone(run: Run, products: list[Op]) -> Iterator[str]:
 
 def _sums_to_one(content: Tensor) -> str:
     """Return over which dimensions the weights of each query sum to one, in words; empty if over none."""
-    if not content.is_floating_point() or content.is_meta or content.dim() < 2 or not content.numel():
+    if not content.is_floating_point() or content.is_meta:
+        return ""
+    if content.dim() < 2 or not content.numel():
         return ""
     numbers = content.detach().double()
     if not bool((numbers >= 0).all()):
@@ -80,16 +82,10 @@ def _sums_to_one(content: Tensor) -> str:
 
 def _without_weights(run: Run, products: list[Op]) -> Iterator[str]:
     """Yield two products of activations in a row, with nothing that sums to one between them."""
-    recording = run.recording
     for first in products:
         for second in products:
             steps = [] if second is first else _steps_between(run, first, second)
-            if not steps:
-                continue
-            contents = [recording.values.get(tensor.id) for op in steps for tensor in op.outputs]
-            if not contents or any(content is None for content in contents):
-                continue
-            if any(_sums_to_one(content) for content in contents if content is not None):
+            if not steps or _may_have_weights(run, steps):
                 continue
             yield (
                 f"Found instead: two products of activations in a row, {first.base_name} {list(first.output.shape)} at "
@@ -98,12 +94,26 @@ def _without_weights(run: Run, products: list[Op]) -> Iterator[str]:
             )
 
 
+def _may_have_weights(run: Run, steps: list[Op]) -> bool:
+    """Return whether a result of these operations sums to one, or is not there to be summed."""
+    for op in steps:
+        for tensor in op.outputs:
+            content = run.recording.values.get(tensor.id)
+            if content is None or _sums_to_one(content):
+                return True
+    return False
+
+
+def _have_product(steps: list[Op]) -> bool:
+    return any(op.does("product") for op in steps)
+
+
 def _steps_between(run: Run, first: Op, second: Op) -> list[Op]:
     """Return the operations from one product to a factor of a later one, and the first product itself; else empty."""
     for factor in second.inputs[-2:]:
         if factor.id == first.output.id:
             return [first]
         steps = between(run.recording, {first.output.id}, factor)
-        if steps and not any(op.does("product") for op in steps):
+        if steps and not _have_product(steps):
             return [first, *steps]
     return []

@@ -37,7 +37,8 @@ def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where
         return
     for place in range(min(len(left.attentions), len(right.attentions))):
         for stage, what in _STAGES.items():
-            ours, theirs = (_normalized(side.content(place, stage)) for side in (left, right))
+            ours = _normalized(left.content(place, stage))
+            theirs = _normalized(right.content(place, stage))
             if ours is None or theirs is None or ours == theirs:
                 continue
             sentence = f"The {what} are {ours} {where.left} and {theirs} {where.right}."
@@ -47,7 +48,10 @@ def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where
 
 def _normalized(heads: Tensor | None) -> str | None:
     """Return over what queries or keys, `batch heads position head_dim`, have one length; None if unknown."""
-    if heads is None or heads.dim() != 4 or heads.shape[0] * heads.shape[2] < 2 or not bool(heads.isfinite().all()):
+    if heads is None or heads.dim() != 4:
+        return None
+    tokens = heads.shape[0] * heads.shape[2]
+    if tokens < 2 or not bool(heads.isfinite().all()):
         return None
     squares = heads.double().square()
     if _is_one_number(squares.sum(-1)):

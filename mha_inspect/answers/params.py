@@ -65,9 +65,7 @@ def params(
     show = show or Show()
     run = _recorded(subject, of_several=bool(beside)) if called else None
     named = parameters_of(module) | dict(cut or {})
-    rows = _parameters(named, _roles(module, run), show, per_head)
-    tied = _tied(module)
-    rows = tuple(replace(row, tied=tied.get(row.name, ())) for row in rows)
+    rows = _parameters(named, _roles(module, run), _tied(module), show, per_head)
     formula, formula_numel = ("", None) if cut else _formula(subject)
     total = ParametersTotal(
         sum(row.numel for row in rows),
@@ -117,7 +115,7 @@ def _tied(module: nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {first: tuple(others) for first, *others in names.values() if others}
+    return {first: tuple(further) for first, *further in names.values() if further}
 
 
 def _buffers(module: nn.Module) -> Iterator[Buffer]:
@@ -192,14 +190,18 @@ def _formula(subject: Subject) -> tuple[str, int | None]:
 
 
 def _parameters(
-    named: Mapping[str, Tensor], roles: Mapping[str, ParameterRole], show: Show, per_head: bool
+    named: Mapping[str, Tensor],
+    roles: Mapping[str, ParameterRole],
+    tied: Mapping[str, tuple[str, ...]],
+    show: Show,
+    per_head: bool,
 ) -> tuple[Parameter, ...]:
     whole = sum(local(parameter).numel() for parameter in named.values())
     rows = []
     for name, spread in named.items():
         role = roles.get(name, ParameterRole("", ""))
         parameter, piece = local(spread), piece_of(spread)
-        place = _place(role, piece, parameter)
+        texts = [text for text in (role.text, _place(role, piece, parameter)) if text]
         rows.append(
             Parameter(
                 name=name,
@@ -209,12 +211,13 @@ def _parameters(
                 numel=parameter.numel(),
                 nbytes=parameter.numel() * parameter.element_size(),
                 share=parameter.numel() / whole if whole else 0.0,
-                role="; ".join(filter(None, (role.text, place))),
+                role="; ".join(texts),
                 heads=_local_heads(role, parameter) if per_head and role.is_part else None,
                 stats=stats_of(parameter) if show.stats else None,
                 values=values_of(parameter, show) if show.values else None,
                 whole=None if piece is None else piece.whole,
                 start=None if piece is None else piece.start,
+                tied=tied.get(name, ()),
             )
         )
     return tuple(rows)
@@ -298,9 +301,11 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
     names, roles = run.attentions[0][1], roles_of(run, subject.module)
     first_head = {}
     for name in parameters:
-        pieces = [piece for piece in roles[name].heads if piece.head == 0] if name in roles else []
+        if name not in roles:
+            continue
+        pieces = tuple(piece for piece in roles[name].heads if piece.head == 0)
         if pieces:
-            first_head[name] = tuple(pieces)
+            first_head[name] = pieces
     return HeadCountColumn(
         num_heads=names.num_heads,
         head_dim=names.head_dim,
@@ -320,12 +325,12 @@ def _change(heads: int, before: Mapping[str, Tensor], heads_after: int, after: M
             reshaped.append(f"{name} {list(parameter.shape)} becomes {list(after[name].shape)}")
         elif not same_bits(parameter, after[name]):
             values.append(name)
-    new = [name for name in after if name not in before]
+    added = [name for name in after if name not in before]
     changes = []
     if reshaped:
         changes.append(first_few(reshaped, 3))
-    if new:
-        changes.append(f"{len(new)} new: {first_few(new, 3)}")
+    if added:
+        changes.append(f"{len(added)} new: {first_few(added, 3)}")
     if gone:
         changes.append(f"{len(gone)} gone: {first_few(gone, 3)}")
     if values:

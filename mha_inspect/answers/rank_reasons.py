@@ -37,11 +37,15 @@ class StageOfRanks:
         return self.wholes[self.name]
 
     def _is_near(self, left: Tensor, right: Tensor) -> bool:
-        largest = float(self._whole.abs().nan_to_num(0.0, 0.0, 0.0).max())
-        near = max(_CERTAIN * self.floor, _LEAST * torch.finfo(right.dtype).eps * largest)
         if left.shape != right.shape:
             return False
-        return float((left.double() - right.double()).abs().nan_to_num(torch.inf).max()) <= near
+        largest = float(self._whole.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        apart = (left.double() - right.double()).abs().nan_to_num(torch.inf)
+        return float(apart.max()) <= self._nearness(right.dtype, largest)
+
+    def _nearness(self, dtype: torch.dtype, largest: float) -> float:
+        """Return the distance of two numbers up to which they are the same, in a stage whose largest number is this."""
+        return max(_CERTAIN * self.floor, _LEAST * torch.finfo(dtype).eps * largest)
 
     def reason(self, rank: int) -> str:
         """Return what makes the stage of a rank its part of the whole; empty if nothing that was tried does."""
@@ -87,10 +91,12 @@ class StageOfRanks:
     def _of_other_part(self, rank: int) -> Iterator[str]:
         """Yield a part of another rank, or of another stage, that this rank has in its place."""
         got, ranks = self.every[rank], len(self.every)
-        for number in range(ranks):
-            part = part_of(self._whole, got.shape, number, ranks)
-            if number != rank and part is not None and self._is_near(part, got):
-                yield f"It is the part of rank {number}."
+        for further in range(ranks):
+            if further == rank:
+                continue
+            part = part_of(self._whole, got.shape, further, ranks)
+            if part is not None and self._is_near(part, got):
+                yield f"It is the part of rank {further}."
         for name, whole in self.wholes.items():
             if name == self.name or whole.dim() != got.dim():
                 continue
@@ -101,27 +107,21 @@ class StageOfRanks:
     def _of_order(self, rank: int) -> Iterator[str]:
         """Yield which features or heads of the whole a rank has in place of its own, or a change of its own part."""
         got, whole = self.every[rank], self._whole
-        near = max(_CERTAIN * self.floor, _LEAST * torch.finfo(got.dtype).eps * float(whole.abs().max()))
-        yield from self._of_places(rank, near)
-        wanted = part_of(whole, got.shape, rank, len(self.every))
-        if wanted is None:
-            return
-        called = "in the whole module", f"on rank {rank}"
-        change = replacement(self.name, CANONICAL_AXES[self.name], (wanted, got), near, called)
-        if change is not None:
-            yield change.sentence
-
-    def _of_places(self, rank: int, near: float) -> Iterator[str]:
-        """Yield which features or heads of the whole a rank has, if the stage is cut along one of them."""
-        got, whole = self.every[rank], self._whole
+        near = self._nearness(got.dtype, float(whole.abs().max()))
         cut = [axis for axis in range(got.dim()) if got.shape[axis] != whole.shape[axis]]
         places = places_in(whole, got, cut[0], near) if len(cut) == 1 else None
-        if places is None or len(set(places)) != len(places):
+        if places is not None and len(set(places)) == len(places):
+            word = "features" if cut[0] == got.dim() - 1 else "heads"
+            size = len(places)
+            expected = spans(range(rank * size, (rank + 1) * size))
+            yield f"It has the {word} {_in_turn(places)} of the whole, in place of {expected}."
+        expected_part = part_of(whole, got.shape, rank, len(self.every))
+        if expected_part is None:
             return
-        word = "features" if cut[0] == got.dim() - 1 else "heads"
-        size = len(places)
-        expected = spans(range(rank * size, (rank + 1) * size))
-        yield f"It has the {word} {_in_turn(places)} of the whole, in place of {expected}."
+        called = "in the whole module", f"on rank {rank}"
+        change = replacement(self.name, CANONICAL_AXES[self.name], (expected_part, got), near, called)
+        if change is not None:
+            yield change.sentence
 
 
 def _centered(content: Tensor) -> Tensor:
@@ -142,9 +142,10 @@ def _in_turn(places: Sequence[int]) -> str:
 
 def part_of(whole: Tensor, shape: Sequence[int], rank: int, ranks: int) -> Tensor | None:
     """Return the part of a stage that a rank should have, in this shape; None if it is no equal part."""
-    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size != part:
-            if part * ranks != size:
-                return None
-            whole = whole.narrow(dim, rank * part, part)
+    for dim, (size, of_rank) in enumerate(zip(whole.shape, shape, strict=True)):
+        if size == of_rank:
+            continue
+        if of_rank * ranks != size:
+            return None
+        whole = whole.narrow(dim, rank * of_rank, of_rank)
     return whole

@@ -52,11 +52,18 @@ _PRODUCTS = ("aten.baddbmm", "aten.addmm")
 
 def path_of(run: Run) -> Path:
     """Return the kernels of a run, torch's own reason against the fast path, and the opened kernels."""
-    kernels = run.recording.kernels
-    outer = [kernel for kernel in kernels if kernel.within is None and not kernel.op.startswith(_PRODUCTS)]
+    outer: list[Kernel] = []
+    opened: dict[str, None] = {}
+    not_opened: dict[str, None] = {}
+    for kernel in run.recording.kernels:
+        if not kernel.opened:
+            not_opened[f"{_short(kernel)}: {kernel.note}"] = None
+        if kernel.within is not None or kernel.op.startswith(_PRODUCTS):
+            continue
+        outer.append(kernel)
+        if kernel.opened:
+            opened[_short(kernel)] = None
     phrases = _phrases(run, outer)
-    opened = dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)
-    not_opened = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if not kernel.opened)
     return Path(
         plain="; ".join(phrases) or "no attention kernel",
         reason="; ".join(_refusals(run)) or None,
@@ -69,7 +76,7 @@ def path_of(run: Run) -> Path:
 def _refusals(run: Run) -> list[str]:
     """Return torch's reasons against its fast path, each once, on one line."""
     refusals = run.recording.fast_path_refusals
-    reasons = dict.fromkeys(reason for reason in refusals if reason)
+    reasons = [reason for reason in dict.fromkeys(refusals) if reason]
     if reasons:
         return [" ".join(reason.split()) for reason in reasons]
     ran_fast = any(kernel.op.startswith("aten._native_multi_head_attention") for kernel in run.recording.kernels)
@@ -200,8 +207,9 @@ def report(
 def _notes_on_nested(run: Run) -> Iterator[str]:
     """Yield the sentence on nested tensors, if an attention over them may be missing."""
     # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
-    may_be_missing = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
-    if may_be_missing and any("nested" in op.base_name for op in run.recording.ops):
+    if run.attentions and all(kernel.opened for kernel in run.recording.kernels):
+        return
+    if any("nested" in op.base_name for op in run.recording.ops):
         yield _NESTED
 
 
@@ -251,7 +259,10 @@ def _masked_of(run: Run, attention: Attention) -> Tensor | None:
         return None
     low: Tensor = values[masked.id] == -torch.inf
     scores = values[attention.stages["scores"].id]
-    return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
+    if scores.numel() != low.numel():
+        return low
+    was_low: Tensor = scores == -torch.inf
+    return low & ~was_low.view(low.shape)
 
 
 @dataclass(frozen=True)
@@ -284,7 +295,8 @@ def _facts_of(run: Run, leaves: Mapping[int, Tensor]) -> list[_Facts]:
 def _read_facts(run: NamedRun, attention: Attention, names: AxisNames, reader: InnerStepsReader) -> _Facts:
     inner = reader.of(attention, names)
     axes = {stage: names.of_stage(stage) for stage in attention.stages}
-    facts = StageFacts(run.graph, attention, axes, inner, names.num_heads // max(names.num_kv_heads, 1))
+    group = names.num_heads // max(names.num_kv_heads, 1)
+    facts = StageFacts(run.graph, attention, axes, inner, group)
     return _Facts(
         inner=inner,
         formulas={stage: (facts.formula(stage), facts.formula(stage, brief=True)) for stage in axes},
@@ -298,25 +310,31 @@ def _read_facts(run: NamedRun, attention: Attention, names: AxisNames, reader: I
 def _attention(
     run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show, facts: _Facts
 ) -> AttentionReport:
-    masked = _masked_of(run, attention) if show.stats else None
-    stages = [
-        Stage(
+    stages = []
+    for name in STAGES:
+        if name not in attention.stages:
+            continue
+        tensor = attention.stages[name]
+        masked = None
+        if name == "masked_scores" and show.stats:
+            masked = _masked_of(run, attention)
+        formula, brief = facts.formulas[name]
+        stage = Stage(
             name=name,
             shape=tensor.shape,
             axes=axes[name],
-            formula=facts.formulas[name][0],
-            _brief=facts.formulas[name][1],
+            formula=formula,
+            _brief=brief,
             dtype=tensor.dtype,
             nbytes=tensor.nbytes,
             flops=facts.flops[name],
             memory=facts.memory[name],
             opened=is_hidden(run, name, tensor),
             op=maker_of(run, tensor),
-            **_content(run, show, tensor, masked if name == "masked_scores" else None),
+            **_content(run, show, tensor, masked),
             shape_only=has_shape_only(run, tensor),
         )
-        for name, tensor in ((name, attention.stages[name]) for name in STAGES if name in attention.stages)
-    ]
+        stages.append(stage)
     return AttentionReport(
         module=attention.module,
         num_heads=names.num_heads,
@@ -334,9 +352,14 @@ def _attention(
 
 
 def _content(run: Run, show: Show, tensor: TensorRef, masked: Tensor | None = None) -> dict[str, Any]:
+    """Return the statistics and the values of a tensor, as far as they are shown and its numbers were kept."""
     value = run.recording.values.get(tensor.id)
-    stats = stats_of(value, masked) if show.stats and value is not None else None
-    return {"stats": stats, "values": values_of(value, show) if show.values and value is not None else None}
+    if value is None:
+        return {"stats": None, "values": None}
+    return {
+        "stats": stats_of(value, masked) if show.stats else None,
+        "values": values_of(value, show) if show.values else None,
+    }
 
 
 def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
@@ -447,7 +470,11 @@ def _op_lines(run: Run, axes: NamedAxes) -> Iterator[OpLine]:
         for name, tensor in attention.stages.items():
             stages.setdefault(tensor.id, _StageOfTensor(name, patterns[name]))
     for op in run.recording.ops:
-        results = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
+        made_stages = []
+        for tensor in op.outputs:
+            # A later operation may have written into the same tensor.
+            if tensor.id in stages and run.recording.producers.get(tensor.id) == op.index:
+                made_stages.append(stages[tensor.id].name)
         yield OpLine(
             index=op.index,
             name=run.recording.name_of(op),
@@ -457,7 +484,7 @@ def _op_lines(run: Run, axes: NamedAxes) -> Iterator[OpLine]:
             outputs=_op_tensors(op.outputs, stages),
             settings=_settings(op),
             memory=_memory_of(op),
-            stage=", ".join(stages[number].name for number in results if number in stages),
+            stage=", ".join(made_stages),
         )
 
 
@@ -495,7 +522,7 @@ def _has_tensor(value: Any) -> bool:
 
 def _written(value: Any) -> str:
     """Return an argument as text, a tuple as the list that the operation was given."""
-    return f"{list(value) if isinstance(value, tuple) else value}"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def fate_of(weights: Tensor | None, rows: Rows) -> str:
@@ -506,7 +533,10 @@ def fate_of(weights: Tensor | None, rows: Rows) -> str:
     if weights is None:
         return "numbers"
     batches, _, queries, _ = weights.shape
-    blind = [weights[batch, :, query] for batch, query in rows if batch < batches and query < queries]
+    blind = []
+    for batch, query in rows:
+        if batch < batches and query < queries:
+            blind.append(weights[batch, :, query])
     if not blind:
         return "numbers"
     low, high = torch.cat(blind).double().aminmax(dim=-1)
@@ -514,7 +544,9 @@ def fate_of(weights: Tensor | None, rows: Rows) -> str:
         return "NaN"
     if bool((high == 0).any()):
         return "zero"
-    return "uniform" if bool((high - low <= 1e-2 * high).any()) else "numbers"
+    if bool((high - low <= 1e-2 * high).any()):
+        return "uniform"
+    return "numbers"
 
 
 def in_heads(heads: tuple[int, ...] | None) -> str:

@@ -62,10 +62,18 @@ def plan_from(text: str) -> Plan:
         raise InputError(f"plan {shown(text)} cannot be read: {error.strerror}. {_WRITE}") from None
     except ValueError as error:
         raise InputError(f"plan {shown(text)} is not JSON: {first_line(error)}. {_WRITE}") from None
-    styles = styles.get("plan", styles) if isinstance(styles, dict) else None
-    if not isinstance(styles, dict) or not styles or not set(map(str, styles.values())) <= set(STYLES):
+    if isinstance(styles, dict) and "plan" in styles:
+        styles = styles["plan"]
+    if not _are_styles(styles):
         raise InputError(f"plan {shown(text)} is not a map from module path to {listed(list(STYLES))}. {_WRITE}")
     return Plan(styles)
+
+
+def _are_styles(content: object) -> bool:
+    """Return whether the content of a JSON file is a map to styles: `{"q_proj": "colwise"}`."""
+    if not isinstance(content, dict) or not content:
+        return False
+    return all(style in STYLES for style in map(str, content.values()))
 
 
 def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], ranks: int) -> Plan:
@@ -205,7 +213,7 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
     if style == "replicate":
         return
     path, letters = _folded(path), listed([f"W_{part.letter}" for part in parts])
-    is_output = any(part.letter == "o" for part in parts)
+    is_output = "o" in [part.letter for part in parts]
     if is_output and len(parts) > 1:
         yield f"{path} is {letters}: one is cut by rows, the other by columns. Give each a nn.Linear."
         return
@@ -213,22 +221,26 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
         right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"
         yield f"{path} is {letters} and cut {style}. It must be {right}."
         return
-    dim = 1 if style == "rowwise" else 0
+    dim = 1 if is_output else 0
     for part in parts:
         if _gives_whole_heads(part, dim, ranks):
             continue
-        count = _count(part)
         lines = f"{part.parameter.tensor.shape[dim]} {'columns' if dim else 'rows'}"
         if len(parts) > 1:
             yield (
                 f"{path} has {letters} in its {lines}, and a cut into {ranks} gives a rank other heads "
                 "of each. Give each a nn.Linear."
             )
-        elif count % ranks:
-            yield f"{path} has {plural(count, 'head')}, and a cut of its {lines} into {ranks} is inside of a head."
         else:
-            yield f"the {lines} of {path} are not its {count} heads one after the other."
+            yield _no_whole_heads(path, lines, _count(part), ranks)
         return
+
+
+def _no_whole_heads(path: str, lines: str, heads: int, ranks: int) -> str:
+    """Return why equal parts of the `64 rows` of a matrix are not whole heads."""
+    if heads % ranks:
+        return f"{path} has {plural(heads, 'head')}, and a cut of its {lines} into {ranks} is inside of a head."
+    return f"the {lines} of {path} are not its {heads} heads one after the other."
 
 
 def _gives_whole_heads(part: Part, dim: int, ranks: int) -> bool:
@@ -259,9 +271,12 @@ def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
     patterns: dict[str, set[Style]] = {}
     for path, style in styles.items():
         patterns.setdefault(_folded(path), set()).add(style)
-    if any(len(kinds) > 1 for kinds in patterns.values()):
-        return dict(styles)
-    return {pattern: kinds.pop() for pattern, kinds in patterns.items()}
+    by_pattern: dict[str, Style] = {}
+    for pattern, kinds in patterns.items():
+        if len(kinds) > 1:
+            return dict(styles)
+        by_pattern[pattern] = kinds.pop()
+    return by_pattern
 
 
 def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> str:

@@ -130,9 +130,12 @@ def _tried(subject: Subject, show: Show, ranks: int, plan: Plan, whole: Run, *, 
 
 def _ways_to_run(plan: Plan, *, is_ours: bool) -> tuple[bool, ...]:
     """Return whether to run a plan with DTensors: without them first, then with them, or one of both."""
-    # Only DTensors give each query head its own of copied key heads, and join the heads of ranks without W_o.
     styles = plan.styles.values()
-    if is_ours and ("replicate" in styles or "rowwise" not in styles):
+    # Only DTensors give each query head its own of copied key heads.
+    if is_ours and "replicate" in styles:
+        return (True,)
+    # Only DTensors join the heads of ranks without W_o.
+    if is_ours and "rowwise" not in styles:
         return (True,)
     # torch completes a DTensor wherever that is necessary, which would hide that heads are not cut.
     if plan.code is not None or plan.doubts:
@@ -485,21 +488,22 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
     for number, attention in enumerate(whole.attentions):
         expected = contents_of(whole, *attention)
         precise = contents_of(exact, *exact.attentions[number]) if exact is not None else {}
-        of_attention = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
-        for stage in STAGES:
-            if stage not in expected:
-                continue
+        cut_attention = outcome.run.attentions[number]
+        for stage in [name for name in STAGES if name in expected]:
             for rank in range(ranks):
                 _take_rank(outcome.run, outcome.kept, rank)
-                content = contents_of(outcome.run, *outcome.run.attentions[number]).get(stage)
+                content = contents_of(outcome.run, *cut_attention).get(stage)
                 if content is None:
                     continue
                 difference = _difference_on(rank, ranks, content, expected[stage], precise.get(stage))
                 if difference is None:
                     continue
-                every = _of_every_rank(outcome, outcome.run.attentions[number], stage, ranks)
-                compared = StageOfRanks(stage, expected, every, _vectors(subject.module), difference.floor)
-                why = _why(compared, rank, ranks) if difference.is_part else ""
+                of_attention = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
+                why = ""
+                if difference.is_part:
+                    every = _of_every_rank(outcome, cut_attention, stage, ranks)
+                    compared = StageOfRanks(stage, expected, every, _vectors(subject.module), difference.floor)
+                    why = _why(compared, rank, ranks)
                 return f"The first difference is {stage}{of_attention}{difference.words}{why}"
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
 
@@ -536,7 +540,7 @@ def _difference_on(
 
 def _vectors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of one dimension: biases, and weights of norms."""
-    return {name: local(weight).detach() for name, weight in module.named_parameters() if weight.dim() == 1}
+    return {name: local(vector).detach() for name, vector in module.named_parameters() if vector.dim() == 1}
 
 
 def _of_every_rank(outcome: _Outcome, named: tuple[Attention, AxisNames], stage: str, ranks: int) -> list[Tensor]:
@@ -545,7 +549,8 @@ def _of_every_rank(outcome: _Outcome, named: tuple[Attention, AxisNames], stage:
     for rank in range(ranks):
         _take_rank(outcome.run, outcome.kept, rank)
         content = contents_of(outcome.run, *named).get(stage)
-        every += [] if content is None else [content.clone()]
+        if content is not None:
+            every.append(content.clone())
     return every
 
 

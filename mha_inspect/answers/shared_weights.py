@@ -61,7 +61,7 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     Raises `WeightsError` if no weights fit both of two layers.
     """
     # The coarser of two dtypes rounds the numbers: the finer one can represent them.
-    source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
+    source, target = (right, left) if _step_of(right) > _step_of(left) else (left, right)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     transposed = _read_transposed(source, target)
@@ -82,6 +82,11 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         return SharedWeights(True, "Neither side has weights.", ()), _SAME
     sentence = "The weights could not be copied; each side keeps its own."
     return SharedWeights(False, sentence, (direction,)), ""
+
+
+def _step_of(side: ComparableRun) -> float:
+    """Return the distance from 1 to the next number in the dtype of a side: 1.19e-07 in float32."""
+    return torch.finfo(getattr(torch, side.dtype)).eps
 
 
 def _shared_by_head(direction: _Direction, transposed: Sequence[str]) -> Shared:
@@ -149,17 +154,19 @@ def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ..
 
     nn.Linear has `out in`, and `x @ weight` reads `in out`: the same numbers give other projections.
     """
-    modules = left.subject.module, right.subject.module
-    theirs = dict(modules[1].named_parameters())
+    ours, theirs = left.subject.module, right.subject.module
+    names_of_theirs = {name for name, _ in theirs.named_parameters()}
     square = []
-    for name, weight in modules[0].named_parameters():
-        if name in theirs and weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
+    are_of_linears = True
+    for name, weight in ours.named_parameters():
+        if name in names_of_theirs and weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
             square.append(name)
-    if all(_is_of_linear(module, name) for module in modules for name in square):
+            are_of_linears = are_of_linears and _is_of_linear(ours, name) and _is_of_linear(theirs, name)
+    if are_of_linears:
         return ()
-    our_steps, their_steps = _inner_steps(left), _inner_steps(right)
+    their_steps = _inner_steps(right)
     differing = set()
-    for (part, name), step in our_steps.items():
+    for (part, name), step in _inner_steps(left).items():
         if their_steps.get((part, name), step) != step:
             differing.add(name)
     return tuple(name for name in square if name in differing)
@@ -195,15 +202,21 @@ def weights_by_name(side: ComparableRun) -> dict[str, Tensor]:
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that training fills: the running means and variances of batch norms."""
-    norms = [path for path, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    return {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[0] in norms}
+    statistics: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            statistics.update(part.named_buffers(prefix=path, recurse=False))
+    return statistics
 
 
 def differing_buffers(left: nn.Module, right: nn.Module) -> tuple[str, ...]:
     """Return the names of buffers that both modules have with different shapes or numbers, without batch statistics."""
-    ours, theirs = _buffers(left), _buffers(right)
-    both = [name for name in ours if name in theirs]
-    return tuple(name for name in both if not _same_numbers(ours[name], theirs[name]))
+    theirs = _buffers(right)
+    differing = []
+    for name, buffer in _buffers(left).items():
+        if name in theirs and not _same_numbers(buffer, theirs[name]):
+            differing.append(name)
+    return tuple(differing)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -216,9 +229,11 @@ def _same_numbers(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors have one shape and the same numbers, up to the rounding of the coarser dtype."""
     if left.shape != right.shape:
         return False
-    if left.is_floating_point() and right.is_floating_point() and left.dtype != right.dtype:
-        coarser = max((left.dtype, right.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-        left, right = left.to(coarser), right.to(coarser)
+    if left.is_floating_point() and right.is_floating_point():
+        if torch.finfo(left.dtype).eps < torch.finfo(right.dtype).eps:
+            left = left.to(right.dtype)
+        else:
+            right = right.to(left.dtype)
     return max_difference(left, right) == 0
 
 
@@ -377,23 +392,34 @@ def _outside(side: ComparableRun) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights_by_name(side).items() if name not in projected}
 
 
+def _shapes_for_both(left: Weights, right: Weights) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each part, the smaller of two: fewer key/value heads can be repeated for more."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in PARTS:
+        of_sides = [weights.shapes[part] for weights in (left, right) if part in weights.shapes]
+        if of_sides:
+            shapes[part] = min(of_sides, key=math.prod)
+    return shapes
+
+
+def _shared_heads(kv_heads: int, num_heads: int) -> WeightsError:
+    """Return the error for other head counts of layers whose key/value heads are shared."""
+    return WeightsError(
+        f"num_kv_heads {kv_heads} is below num_heads {num_heads}, so rows of W_k and W_v belong to groups of "
+        "heads. Other head counts cannot use them. Use one key/value head per head."
+    )
+
+
 def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Shared:
     """Draw random weights for two layers, and copy them into both as far as they fit.
 
     Raises `WeightsError` if key/value heads are shared and the head counts differ.
     """
     (ours,), (theirs,) = left.weights, right.weights
-    shapes: dict[str, tuple[int, ...]] = {}
-    for part in PARTS:
-        of_sides = [weights.shapes[part] for weights in (ours, theirs) if part in weights.shapes]
-        if of_sides:
-            shapes[part] = min(of_sides, key=math.prod)  # fewer key/value heads can be repeated for more
+    shapes = _shapes_for_both(ours, theirs)
     kv_heads = shapes["W_k"][0]
     if kv_heads != ours.num_heads != theirs.num_heads:
-        raise WeightsError(
-            f"num_kv_heads {kv_heads} is below num_heads {ours.num_heads}, so rows of W_k and W_v belong to groups of "
-            "heads. Other head counts cannot use them. Use one key/value head per head."
-        )
+        raise _shared_heads(kv_heads, ours.num_heads)
     numbers = draw(shapes, left.subject.seed or 0, dtype)
     source = Weights(left.subject.module, {}, ours.num_heads, kv_heads)
     lacking: dict[str, None] = {}

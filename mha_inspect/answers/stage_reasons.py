@@ -7,7 +7,7 @@ positions. The first that gives the other side's numbers is the reason. Without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from ..naming.pattern import CANONICAL_AXES, dims_of
 from ..record.ops import Op, TensorRef
 from ..reports.diff import DiffReason
 from .check.replay import KeptRun, LostError, again, content_of
-from .comparable_run import ComparableRun
+from .comparable_run import ComparableRun, without_scale
 
 _MADE_OF = {
     "q_proj": ("query",),
@@ -86,15 +86,16 @@ class _Side:
         sizes = sizes_in(self.attention, self.names, self.stage)
         axes = self.names.of_stage(self.stage)
         content = canonical(value, self.stage, axes, sizes, self.names.head_order)
-        scale = self.attention.early_scales.get(self.stage) or 1
-        return content if content is None or scale == 1 else content / scale
+        return without_scale(content, self.attention, self.stage)
 
-    def sources(self, equal: Sequence[str]) -> dict[int, TensorRef]:
-        """Return what the stage is computed from: equal stages before it, and the inputs of the run."""
+    def steps_from(self, equal: Sequence[str]) -> list[Op]:
+        """Return the operations that compute the stage from equal stages before it; without any, from the inputs."""
+        recording = self.run.run.recording
         stages = self.attention.stages
-        near = [stages[name] for name in equal if name in stages]
-        given = [] if near else [named.tensor for named in self.run.run.recording.inputs]
-        return {tensor.id: tensor for tensor in (*near, *given)}
+        sources = [stages[name] for name in equal if name in stages]
+        if not sources:
+            sources = [named.tensor for named in recording.inputs]
+        return between(recording, {tensor.id for tensor in sources}, self.tensor)
 
 
 def stage_reason(
@@ -104,14 +105,16 @@ def stage_reason(
 
     `called` has the words for the sides: `on the left`.
     """
-    if place >= len(left.attentions) or place >= len(right.attentions):
+    if place >= min(len(left.attentions), len(right.attentions)):
         return None
-    ours, theirs = (_Side(side, place, stage) for side in (left, right))
-    if ours.content is None or theirs.content is None or ours.content.shape != theirs.content.shape:
+    ours, theirs = _Side(left, place, stage), _Side(right, place, stage)
+    if ours.content is None or theirs.content is None:
+        return None
+    if ours.content.shape != theirs.content.shape:
         return None
     near = _nearness(ours, theirs)
-    for tried in (_of_numbers, _of_values, _of_positions):
-        reason = next(tried(ours, theirs, near, called), None)
+    for reason_of in (_of_numbers, _of_values, _of_positions):
+        reason = reason_of(ours, theirs, near, called)
         if reason is not None:
             return reason
     return None
@@ -121,11 +124,15 @@ def _nearness(left: _Side, right: _Side) -> float:
     """Return the distance of two numbers up to which they are the same."""
     assert left.content is not None
     assert right.content is not None
-    left_floor = left.run.floor(left.place, left.stage, right.content, ())
-    right_floor = right.run.floor(right.place, right.stage, left.content, ())
+    our_floor = left.run.floor(left.place, left.stage, right.content, ())
+    their_floor = right.run.floor(right.place, right.stage, left.content, ())
+    our_unit = torch.finfo(left.content.dtype).eps
+    their_unit = torch.finfo(right.content.dtype).eps
     largest = max(_largest(left.content), _largest(right.content))
-    steps = max(torch.finfo(content.dtype).eps for content in (left.content, right.content))
-    return max(_CERTAIN * max(left_floor, right_floor), _LEAST * steps * largest)
+    return max(
+        _CERTAIN * max(our_floor, their_floor),
+        _LEAST * max(our_unit, their_unit) * largest,
+    )
 
 
 def _largest(content: Tensor) -> float:
@@ -133,13 +140,15 @@ def _largest(content: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _of_values(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> Iterator[DiffReason]:
-    """Yield a change of the stage itself."""
+def _of_values(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> DiffReason | None:
+    """Return a change of the stage itself."""
     assert left.content is not None
     assert right.content is not None
-    change = replacement(left.stage, CANONICAL_AXES[left.stage], (left.content, right.content), near, called)
-    if change is not None:
-        yield DiffReason(change.kind, change.sentence)
+    contents = left.content, right.content
+    change = replacement(left.stage, CANONICAL_AXES[left.stage], contents, near, called)
+    if change is None:
+        return None
+    return DiffReason(change.kind, change.sentence)
 
 
 def _equal_stages(left: _Side, right: _Side) -> list[str]:
@@ -153,34 +162,28 @@ def _equal_stages(left: _Side, right: _Side) -> list[str]:
 # -- a number in the code ---------------------------------------------------------------------------------------------
 
 
-def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> Iterator[DiffReason]:
-    """Yield a number with which the same operations compute on one side and not on the other, e.g. an epsilon."""
+def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> DiffReason | None:
+    """Return a number with which the same operations compute on one side and not on the other, e.g. an epsilon."""
+    assert left.content is not None
     if left.attention.branches or right.attention.branches:
-        return
+        return None
     equal = _equal_stages(left, right)
-    right_sources = right.sources(equal)
-    ours = between(left.run.run.recording, {*left.sources(equal)}, left.tensor)
-    theirs = between(right.run.run.recording, {*right_sources}, right.tensor)
-    if not ours or [op.name for op in ours] != [op.name for op in theirs]:
-        return
-    for left_op, right_op in zip(ours, theirs, strict=True):
-        for number in _unlike_numbers(left_op, right_op):
-            changed = {right_op.index: number.put_into(right_op)}
-            value = _run_with(right, right_sources, theirs, changed)
-            if value is None or not _is_content_of(left, right.in_canonical_axes(value), near):
+    our_steps, their_steps = left.steps_from(equal), right.steps_from(equal)
+    if not our_steps or [op.name for op in our_steps] != [op.name for op in their_steps]:
+        return None
+    for ours, theirs in zip(our_steps, their_steps, strict=True):
+        for number in _unlike_numbers(ours, theirs):
+            changed = {theirs.index: number.put_into(theirs)}
+            content = _content_with(right, their_steps, changed)
+            if content is None or not _are_near(content, left.content, near):
                 continue
-            name, mine, yours = number.name, _written(number.left), _written(number.right)
+            our_number, their_number = _written(number.left), _written(number.right)
             sentence = (
-                f"{left_op.base_name} computes {left.stage} with {name} {mine} {called[0]} and {yours} {called[1]} "
-                f"({right_op.source}). With {mine} both are the same."
+                f"{ours.base_name} computes {left.stage} with {number.name} {our_number} {called[0]} and "
+                f"{their_number} {called[1]} ({theirs.source}). With {our_number} both are the same."
             )
-            yield DiffReason("number", sentence)
-            return
-
-
-def _is_content_of(side: _Side, content: Tensor | None, near: float) -> bool:
-    """Return whether numbers in canonical axes are those of a stage; not if either is unknown."""
-    return content is not None and side.content is not None and _are_near(content, side.content, near)
+            return DiffReason("number", sentence)
+    return None
 
 
 @dataclass(frozen=True)
@@ -202,18 +205,19 @@ class _Number:
 
 def _unlike_numbers(left: Op, right: Op) -> Iterator[_Number]:
     """Yield the numbers and dtypes in which the arguments of two operations differ."""
-    for place, (left_value, right_value) in enumerate(zip(left.args, right.args, strict=False)):
-        if _are_unlike_settings(left_value, right_value):
-            yield _Number(place, _argument(right, place), left_value, right_value)
-    for name in left.kwargs.keys() & right.kwargs.keys():
-        left_value, right_value = left.kwargs[name], right.kwargs[name]
-        if _are_unlike_settings(left_value, right_value):
-            yield _Number(name, name, left_value, right_value)
+    for place, (ours, theirs) in enumerate(zip(left.args, right.args, strict=False)):
+        if _are_unlike_settings(ours, theirs):
+            yield _Number(place, _argument(right, place), ours, theirs)
+    for name, ours in left.kwargs.items():
+        theirs = right.kwargs.get(name)
+        if _are_unlike_settings(ours, theirs):
+            yield _Number(name, name, ours, theirs)
 
 
 def _are_unlike_settings(left: object, right: object) -> bool:
-    settings = (bool, int, float, str)
-    return isinstance(left, settings) and isinstance(right, settings) and left != right
+    """Return whether two arguments are no tensors, lists or None, and not equal."""
+    setting = (bool, int, float, str)
+    return isinstance(left, setting) and isinstance(right, setting) and left != right
 
 
 def _argument(op: Op, place: int) -> str:
@@ -224,27 +228,30 @@ def _argument(op: Op, place: int) -> str:
     return str(arguments[place].name) if place < len(arguments) else "a number"
 
 
-def _run_with(side: _Side, sources: dict[int, TensorRef], ops: Sequence[Op], changed: dict[int, Op]) -> Tensor | None:
-    """Return the stage, from its sources on, with some operations changed; None if one cannot run again."""
-    results: dict[int, Tensor] = {}
+def _content_with(side: _Side, ops: Sequence[Op], changed: Mapping[int, Op]) -> Tensor | None:
+    """Return the stage in canonical axes with some operations changed, by index; None if one cannot run again."""
+    computed: dict[int, Tensor] = {}
 
     def content(tensor: TensorRef) -> Tensor:
-        return results[tensor.id] if tensor.id in results else content_of(side.kept, tensor)
+        return computed[tensor.id] if tensor.id in computed else content_of(side.kept, tensor)
 
     try:
         with torch.no_grad():
             for op in ops:
-                results.update(run_again(side.run.run.graph, changed.get(op.index, op), content))
+                computed.update(run_again(side.run.run.graph, changed.get(op.index, op), content))
     except Exception:  # an operation may raise anything when called directly
         return None
-    return results.get(side.tensor.id)
+    value = computed.get(side.tensor.id)
+    return None if value is None else side.in_canonical_axes(value)
 
 
 def _are_near(left: Tensor, right: Tensor, near: float) -> bool:
     if left.shape != right.shape:
         return False
     apart = (left.double() - right.double()).abs()
-    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0).nan_to_num(torch.inf)
+    # The difference of two equal infinities, or of two NaNs, is NaN.
+    are_equal = (left == right) | (left.isnan() & right.isnan())
+    apart = apart.masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
     return not apart.numel() or float(apart.max()) <= near
 
 
@@ -255,60 +262,80 @@ def _written(value: object) -> str:
 # -- positions --------------------------------------------------------------------------------------------------------
 
 
-def _of_positions(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> Iterator[DiffReason]:
-    """Yield by how many positions the tokens of one side are elsewhere, where positions enter: the right is replayed.
+@dataclass(frozen=True)
+class _Tokens:
+    """A tensor that a stage is computed from, one token a position."""
+
+    tensor: TensorRef
+    dim: int
+    """Its dimension of positions."""
+
+
+def _of_positions(left: _Side, right: _Side, near: float, called: tuple[str, str]) -> DiffReason | None:
+    """Return by how many positions the tokens of one side are elsewhere, where positions enter: the right is replayed.
 
     Its tokens are moved along the sequence before the stage; where they are at the positions of the left side, they
     get the numbers of the left.
     """
+    assert left.content is not None
     axes = CANONICAL_AXES[left.stage].split()
-    axis = next((place for place, name in enumerate(axes) if name in ("query", "key")), None)
-    source = _tokens_before(right)
-    if axis is None or source is None or left.content is None:
-        return
-    tensor, dim = source
+    of_positions = [axis for axis, name in enumerate(axes) if name in ("query", "key")]
+    tokens = _tokens_before(right)
+    if not of_positions or tokens is None:
+        return None
+    tensor, dim = tokens.tensor, tokens.dim
     try:
-        tokens = content_of(right.kept, tensor)
+        numbers = content_of(right.kept, tensor)
         for shift in shifts_of(tensor.shape[dim]):
-            moved = again(right.kept, tensor, tokens.roll(shift, dim), right.tensor)
+            moved = again(right.kept, tensor, numbers.roll(shift, dim), right.tensor)
             content = right.in_canonical_axes(moved)
             if content is None or content.shape != left.content.shape:
-                return
-            if _are_near(*overlap(left.content, content, axis, shift), near):
-                sentence = f"Position p {called[0]} is {left.stage} of position p {shift:+d} {called[1]}."
-                sentence = sentence.replace(" +", " + ").replace(" -", " - ")
-                yield DiffReason("position", f"{sentence} Moved there, the tokens give the same {left.stage}.")
-                return
+                return None
+            ours, theirs = overlap(left.content, content, of_positions[0], shift)
+            if _are_near(ours, theirs, near):
+                return _moved_by(shift, left.stage, called)
     except LostError:
-        return
+        pass
+    return None
 
 
-def _tokens_before(side: _Side) -> tuple[TensorRef, int] | None:
-    """Return what a stage is computed from, and its dimension of positions; None if it is not known."""
+def _moved_by(shift: int, stage: str, called: tuple[str, str]) -> DiffReason:
+    """Return the sentence `Position p on the left is q_heads of position p + 1 on the right.`, with its proof."""
+    sentence = f"Position p {called[0]} is {stage} of position p {shift:+d} {called[1]}."
+    sentence = sentence.replace(" +", " + ").replace(" -", " - ")
+    return DiffReason("position", f"{sentence} Moved there, the tokens give the same {stage}.")
+
+
+def _tokens_before(side: _Side) -> _Tokens | None:
+    """Return what a stage is computed from, if it has a dimension of positions."""
     if side.stage.endswith("_heads"):
-        return _stage_before(side)
-    if side.stage not in ("query", "key", "value"):
+        return _tokens_of_heads(side)
+    if side.stage in ("query", "key", "value"):
+        return _tokens_of_input(side)
+    return None
+
+
+def _tokens_of_heads(side: _Side) -> _Tokens | None:
+    """Return the projection that heads are made of, or else the input of the projection."""
+    for name in _MADE_OF.get(side.stage, ()):
+        tensor = side.attention.stages.get(name)
+        if tensor is None:
+            continue
+        dims = dims_of(side.names.of_stage(name))
+        sequence = "query" if name in ("q_proj", "query") else "key"
+        if [sequence] in dims:
+            return _Tokens(tensor, dims.index([sequence]))
+    return None
+
+
+def _tokens_of_input(side: _Side) -> _Tokens | None:
+    """Return the first input of the run, `batch position …`, that has as many positions as the stage."""
+    dims = dims_of(side.names.of_stage(side.stage))
+    sequence = "query" if side.stage == "query" else "key"
+    if [sequence] not in dims:
         return None
-    place = _dimension_of_positions(side, side.stage)
-    length = 0 if place is None else side.tensor.shape[place]
+    length = side.tensor.shape[dims.index([sequence])]
     for named in side.run.run.recording.inputs:
         if len(named.tensor.shape) > 1 and named.tensor.shape[1] == length:
-            return named.tensor, 1
+            return _Tokens(named.tensor, 1)
     return None
-
-
-def _stage_before(side: _Side) -> tuple[TensorRef, int] | None:
-    """Return the stage that heads are computed from, and its dimension of positions; None if it has none."""
-    for name in _MADE_OF[side.stage]:
-        tensor = side.attention.stages.get(name)
-        place = None if tensor is None else _dimension_of_positions(side, name)
-        if tensor is not None and place is not None:
-            return tensor, place
-    return None
-
-
-def _dimension_of_positions(side: _Side, stage: str) -> int | None:
-    """Return the dimension of a stage that is `query` or `key` alone: 1 of `batch query embed`; None if none is."""
-    dims = dims_of(side.names.of_stage(stage))
-    sequence = "query" if stage in ("q_proj", "query") else "key"
-    return dims.index([sequence]) if [sequence] in dims else None

@@ -75,8 +75,8 @@ class AttentionComparison:
         """Compare two attentions whose number of heads is known."""
         orders = self._unexchanged_orders(pair, exchanges)
         parts = self._parts(pair, orders)
-        verdicts = {part.part: part.verdict for part in parts}
-        return AttentionDiff(exchanges, orders, parts, list(_renamed(pair, verdicts, self.files)))
+        renamed = list(_renamed(pair, _verdicts(parts), self.files))
+        return AttentionDiff(exchanges=exchanges, orders=orders, parts=parts, renamed=renamed)
 
     def _diff_of_wholes(self, pair: AttentionPair, exchanges: Sequence[Exchange]) -> AttentionDiff:
         """Compare two attentions whose number of heads is unknown, each part as a whole."""
@@ -84,8 +84,8 @@ class AttentionComparison:
         whole = pair.as_one_head()
         verdicts: dict[str, TensorVerdict] = {}
         if not pair.has_same_names:  # otherwise the names pair their tensors already
-            verdicts = {part.part: part.verdict for part in self._parts(whole, orders)}
-        are_same = bool(verdicts) and all(verdict in SAME for verdict in verdicts.values())
+            verdicts = _verdicts(self._parts(whole, orders))
+        are_same = bool(verdicts) and {*verdicts.values()} <= {*SAME}
         return AttentionDiff(
             exchanges=exchanges,
             orders=orders,
@@ -132,7 +132,10 @@ class AttentionComparison:
         """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
         verdicts = self._verdicts_of_tensors(pair, orders)
         on_right = _parts_of(pair.right)
-        parts = [_part_pair(pair, part, verdict) for part, verdict in verdicts.items() if part in on_right]
+        parts = []
+        for part, verdict in verdicts.items():
+            if part in on_right:
+                parts.append(_part_pair(pair, part, verdict))
         left = _unread_numbers(pair.left, self.files.left.tensors, verdicts)
         right = _unread_numbers(pair.right, self.files.right.tensors, verdicts)
         for part, heads in left.items():
@@ -150,7 +153,10 @@ class AttentionComparison:
             if name in pair.right.roles and role == pair.right.roles[name]:
                 for piece in role.heads:
                     verdicts[piece.part] = tensors.verdict
-        of_all_rows = {tensors.part: tensors.order for tensors in orders if tensors.order.kept == "all"}
+        of_all_rows = {}
+        for reordered_tensors in orders:
+            if reordered_tensors.order.kept == "all":
+                of_all_rows[reordered_tensors.part] = reordered_tensors.order
         for part in _parts_of(pair.left):
             if is_reordered(part, of_all_rows):
                 verdicts[part] = "same, permuted"
@@ -164,6 +170,10 @@ def _parts_of(attention: NamedAttention) -> dict[str, None]:
         for piece in role.heads:
             parts[piece.part] = None
     return parts
+
+
+def _verdicts(parts: Sequence[PartPair]) -> dict[str, TensorVerdict]:
+    return {part.part: part.verdict for part in parts}
 
 
 def _place_of_part(part: PartPair) -> tuple[str, int]:
@@ -193,8 +203,8 @@ def _compared_part(pair: AttentionPair, part: str, left: Tensor, right: Tensor) 
     verdict = distance(left, right).verdict
     if verdict != "differs":
         return _part_pair(pair, part, verdict)
-    by_head = [distance(*heads).relative for heads in zip(left, right, strict=True)]
-    return _part_pair(pair, part, verdict, tuple(by_head))
+    by_head = tuple(distance(*heads).relative for heads in zip(left, right, strict=True))
+    return _part_pair(pair, part, verdict, by_head)
 
 
 # -- tensors under other names ----------------------------------------------------------------------------------------
@@ -215,7 +225,7 @@ def _renamed(pair: AttentionPair, verdicts: Mapping[str, TensorVerdict], files: 
     """
     shared = _shared_parts(pair, verdicts, files)
     for names, parts in shared.items():
-        verdict = max((verdicts[part] for part in parts), key=_WORSE.index)
+        verdict = _worst(parts, verdicts)
         is_turned = pair.left.roles[names.left].axis != pair.right.roles[names.right].axis
         if is_turned and verdict in SAME:
             verdict = "same, permuted"
@@ -223,6 +233,11 @@ def _renamed(pair: AttentionPair, verdicts: Mapping[str, TensorVerdict], files: 
         if is_turned and not note:
             note = "transposed"
         yield replace(pair_of_other_shape(files, names.left, names.right), verdict=verdict, note=note)
+
+
+def _worst(parts: Sequence[str], verdicts: Mapping[str, TensorVerdict]) -> TensorVerdict:
+    """Return the worst verdict of several parts together."""
+    return max((verdicts[part] for part in parts), key=_WORSE.index)
 
 
 def _shared_parts(
@@ -264,10 +279,10 @@ def _packing(names: _Names, shared: Mapping[_Names, list[str]], verdicts: Mappin
 
 def _packed_words(pieces: list[list[str]], verdicts: Mapping[str, TensorVerdict], packed: str, apart: str) -> str:
     """Return in words where parts are together, and where they are in one tensor for each piece."""
-    parts = [part for piece in pieces for part in piece]
-    parts.sort(key=lambda part: "qkv".find(part[-1]))
-    letters = listed([part[-1] for part in parts])
-    are_same = all(verdicts[part] in SAME for part in parts)
-    words = "the same, in" if are_same else "in"
+    parts: list[str] = []
+    for piece in pieces:
+        parts += piece
+    letters = sorted((part[-1] for part in parts), key="qkv".find)
+    words = "the same, in" if _worst(parts, verdicts) in SAME else "in"
     count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
-    return f"{letters} are {words} one tensor on the {packed} and in {count} on the {apart}"
+    return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"

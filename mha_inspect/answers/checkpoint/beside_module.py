@@ -61,7 +61,11 @@ def roles_beside_module(checkpoint: Checkpoint, num_heads: int | None, like: Sub
 def _roles_of_packed(file: _FileForModule, roles: Mapping[str, Role]) -> dict[str, Role]:
     """Return the roles by name of the tensors to split: the module has only their parts."""
     packed = {stacked.packed for stacked in file.to_split}
-    return {name: roles[name] for name, in_module in file.renamed.items() if in_module in packed}
+    roles_of_packed = {}
+    for name, in_module in file.renamed.items():
+        if in_module in packed:
+            roles_of_packed[name] = roles[name]
+    return roles_of_packed
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -139,11 +143,17 @@ class _FileForModule:
         """Find which tensor of the file is which of the module. Raises `InputError` if there is none."""
         tensors = checkpoint.tensors
         prefix = common_prefix({*tensors}, {*module.tensors})
-        renamed = {name: prefix.in_module(name) for name in tensors}
-        names = {name: in_module for name, in_module in renamed.items() if in_module in module.tensors}
+        renamed: dict[str, str] = {}
+        names: dict[str, str] = {}
+        by_name_in_module: dict[str, StoredTensor] = {}
+        for name, tensor in tensors.items():
+            in_module = prefix.in_module(name)
+            renamed[name] = in_module
+            by_name_in_module[in_module] = tensor
+            if in_module in module.tensors:
+                names[name] = in_module
         if not names:
             raise _no_name_in_common(checkpoint, module)
-        by_name_in_module = {renamed[name]: tensor for name, tensor in tensors.items()}
         of_module = {name: StoredTensor(shape, "float32", 0, None) for name, shape in module.shapes.items()}
         return cls(
             checkpoint=checkpoint,
@@ -166,13 +176,15 @@ class _FileForModule:
 
     def fitting(self) -> list[str]:
         """Return the names in the file of the tensors with the module's shape, without transposed square ones."""
-        transposed = {*self.transposed.names}
-        return [name for name in self.names if name not in transposed and self.shape(name) == self.expected(name)]
+        return [name for name in self._untransposed() if self.shape(name) == self.expected(name)]
 
     def wrong_shape(self) -> list[str]:
         """Return the names in the file of the tensors with another shape than the module's, without transposed ones."""
+        return [name for name in self._untransposed() if self.shape(name) != self.expected(name)]
+
+    def _untransposed(self) -> list[str]:
         transposed = {*self.transposed.names}
-        return [name for name in self.names if name not in transposed and self.shape(name) != self.expected(name)]
+        return [name for name in self.names if name not in transposed]
 
     def loads(self) -> bool:
         """Return whether the module loads the file without an error, as far as shapes and packing show it."""
@@ -349,7 +361,9 @@ class _RunInFile:
 
     def roles(self) -> dict[str, Role]:
         """Return the roles by the names in the file, in the layout and with the heads that the file has."""
-        pruned = {name: attention for attention in self.pruned.values() for name in attention.parameters}
+        pruned: dict[str, Pruned] = {}
+        for attention in self.pruned.values():
+            pruned.update(dict.fromkeys(attention.parameters, attention))
         transposed = {*self.file.transposed.names}
         roles: dict[str, Role] = {}
         for parameter, role in self.roles_in_run.items():
@@ -425,8 +439,10 @@ def _pruned_attentions(
 ) -> dict[int, Pruned]:
     """Return the attentions of a run of which a file has fewer heads, by their place."""
     expected = file.module.shapes
-    in_file = {in_module: file.shape(name) for name, in_module in file.names.items()}
-    misfits = {name: shape for name, shape in in_file.items() if shape != expected[name]}
+    misfits: dict[str, Shape] = {}
+    for name, in_module in file.names.items():
+        if file.shape(name) != expected[in_module]:
+            misfits[in_module] = file.shape(name)
     if not misfits:
         return {}
     pruned_attentions = {}
@@ -442,11 +458,13 @@ def _names_in_file(file: _FileForModule, pruned: Mapping[int, Pruned]) -> dict[s
 
     A tied tensor also gets the name that it has in the run.
     """
-    fitting, transposed = {*file.fitting()}, {*file.transposed.names}
-    without_heads = {name for attention in pruned.values() for name in attention.parameters}
+    readable = {*file.fitting(), *file.transposed.names}
+    without_heads: set[str] = set()
+    for attention in pruned.values():
+        without_heads.update(attention.parameters)
     in_file: dict[str, str] = {}
     for name, in_module in file.names.items():
-        if name in fitting or name in transposed or in_module in without_heads:
+        if name in readable or in_module in without_heads:
             in_file[in_module] = name
     names_in_run = {id(parameter): name for name, parameter in file.module.module.named_parameters()}
     for name in file.fitting():

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...reports.diff import CheckpointDiffReport, TensorPair, TensorVerdict
+from ...reports.diff import CheckpointDiffReport, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...text import plural
 from .attention_diff import AttentionComparison, AttentionDiff
@@ -26,23 +26,35 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
     files = TwoFiles.of(left, right, num_heads)
     same_name = _pairs_with_same_name(files)
     diffs = list(AttentionComparison(files, same_name).diffs())
-    exchanges = [exchange for diff in diffs for exchange in diff.exchanges]
+    exchanges: list[Exchange] = []
+    parts: list[PartPair] = []
+    for diff in diffs:
+        exchanges += diff.exchanges
+        parts += diff.parts
     pairs = _in_order_of_left(_all_pairs(files, same_name, diffs, exchanges), files)
-    only_left = _absent(files.left, {pair.name for pair in pairs})
-    only_right = _absent(files.right, {pair.other for pair in pairs})
-    is_same = not only_left and not only_right and all(pair.verdict in SAME for pair in pairs)
+    only_left = _absent(files.left, _left_names(pairs))
+    only_right = _absent(files.right, _right_names(pairs))
+    are_same = all(pair.verdict in SAME for pair in pairs)
     report = CheckpointDiffReport(
         left=files.left.report(),
         right=files.right.report(),
         tensors=tuple(pairs),
         only_left=only_left,
         only_right=only_right,
-        parts=tuple(part for diff in diffs for part in diff.parts),
-        outcome="same" if is_same else "differs",
+        parts=tuple(parts),
+        outcome="differs" if only_left or only_right or not are_same else "same",
         notes=tuple(_notes(files, diffs)),
         answer=(),
     )
     return replace(report, answer=tuple(answer_of(report, exchanges)))
+
+
+def _left_names(pairs: Iterable[TensorPair]) -> set[str]:
+    return {pair.name for pair in pairs}
+
+
+def _right_names(pairs: Iterable[TensorPair]) -> set[str]:
+    return {pair.other for pair in pairs}
 
 
 def _pairs_with_same_name(files: TwoFiles) -> dict[str, TensorPair]:
@@ -67,9 +79,7 @@ def _all_pairs(
         pairs += diff.renamed
         orders += diff.orders
     pairs = [_with_exchange(pair, exchanges) for pair in _with_orders(pairs, orders, files)]
-    left_paired = {pair.name for pair in pairs}
-    right_paired = {pair.other for pair in pairs}
-    return [*pairs, *moved_pairs(files, left_paired, right_paired)]
+    return [*pairs, *moved_pairs(files, _left_names(pairs), _right_names(pairs))]
 
 
 def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[TensorPair]:
@@ -100,7 +110,8 @@ def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files
     """Return pairs of tensors with the orders of their rows, and with the pairs that only these show."""
     remaining: dict[tuple[str, str], Reordered] = {}
     for tensors in orders:
-        remaining.update({(name, tensors.right_name): tensors for name in tensors.names})
+        for name in tensors.names:
+            remaining[name, tensors.right_name] = tensors
     with_orders = []
     for pair in pairs:
         tensors_of_pair = remaining.pop((pair.name, pair.other), None)

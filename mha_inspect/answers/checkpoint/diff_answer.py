@@ -57,15 +57,19 @@ def _counts(pairs: Sequence[TensorPair]) -> list[str]:
         "other shape": "of another shape",
     }
     verdicts = Counter(pair.verdict for pair in pairs)
-    return [f"{verdicts[verdict]:,} {text}" for verdict, text in words.items() if verdicts[verdict]]
+    counts = []
+    for verdict, text in words.items():
+        if verdict in verdicts:
+            counts.append(f"{verdicts[verdict]:,} {text}")
+    return counts
 
 
 def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
     """Return how many tensors have another name on the right, or are on one side only."""
-    renamed = sum(pair.name != pair.other for pair in report.tensors)
+    renamed = [pair for pair in report.tensors if pair.name != pair.other]
     counts = []
     if renamed:
-        counts.append(f"{renamed:,} renamed")
+        counts.append(f"{len(renamed):,} renamed")
     if report.only_left:
         counts.append(f"{len(report.only_left):,} only in the left")
     if report.only_right:
@@ -120,8 +124,12 @@ def _changed_matrices(parts: Sequence[PartPair], exchanges: Sequence[Exchange]) 
     exchanged: set[tuple[str, str]] = set()
     for exchange in exchanges:
         exchanged.update((exchange.module, part) for part in exchange.parts)
-    matrices = [part for part in parts if part.part.startswith("W") and part.differences]
-    return [matrix for matrix in matrices if (matrix.left, matrix.part) not in exchanged]
+    matrices = []
+    for part in parts:
+        is_matrix = part.part.startswith("W")
+        if is_matrix and part.differences and (part.left, part.part) not in exchanged:
+            matrices.append(part)
+    return matrices
 
 
 def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
@@ -145,7 +153,11 @@ def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
 
 def _changed_heads(matrix: PartPair) -> list[_ChangedHead]:
     """Return the heads of a matrix that differ."""
-    return [_ChangedHead(matrix, head, change) for head, change in enumerate(matrix.differences) if change > 0]
+    heads = []
+    for head, change in enumerate(matrix.differences):
+        if change > 0:
+            heads.append(_ChangedHead(matrix, head, change))
+    return heads
 
 
 def _few_changed(matrices: Sequence[PartPair]) -> list[str]:

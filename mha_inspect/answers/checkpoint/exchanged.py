@@ -19,7 +19,8 @@ from ...text import first_few, listed, shown
 from .head_numbers import numbers_of
 from .two_files import AttentionPair, TwoFiles
 
-_LETTERS = "qkv"
+_MATRICES = ("W_q", "W_k", "W_v")
+_BIASES = ("b_q", "b_k", "b_v")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Move:
 
     left: str
     right: str
+
+    def words(self) -> str:
+        """Return `W_k on the left is W_v on the right`."""
+        return f"{self.left} on the left is {self.right} on the right"
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,20 @@ def find_exchanged(pair: AttentionPair, files: TwoFiles) -> list[Exchange]:
     """Return the exchanged parts of two attentions, for their matrices and for their biases."""
     whole = pair.as_one_head()
     exchanges = []
-    for kind in "Wb":
-        parts = [f"{kind}_{letter}" for letter in _LETTERS]
+    for parts in (_MATRICES, _BIASES):
         left = _numbers(whole.left, files.left.tensors, parts)
         right = _numbers(whole.right, files.right.tensors, parts)
         moves = _moves(left, right)
-        if moves:
-            exchange = Exchange(
-                module=pair.left.stored.module,
-                moves=tuple(moves),
-                left_names=frozenset(_with_parts(whole.left, [move.left for move in moves])),
-                right_names=frozenset(_with_parts(whole.right, [move.right for move in moves])),
-            )
-            exchanges.append(exchange)
+        if not moves:
+            continue
+        moved = {move.left for move in moves}  # all change places, so the right has the same
+        exchange = Exchange(
+            module=pair.left.stored.module,
+            moves=tuple(moves),
+            left_names=frozenset(_with_parts(whole.left, moved)),
+            right_names=frozenset(_with_parts(whole.right, moved)),
+        )
+        exchanges.append(exchange)
     return exchanges
 
 
@@ -76,7 +82,7 @@ def _with_parts(attention: NamedAttention, parts: Collection[str]) -> dict[str, 
     """Return the tensors that have one of these parts, with their roles."""
     roles = {}
     for name, role in attention.roles.items():
-        if any(piece.part in parts for piece in role.heads):
+        if not {piece.part for piece in role.heads}.isdisjoint(parts):
             roles[name] = role
     return roles
 
@@ -98,14 +104,15 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move
     for part in left:
         if part in right and not _is_same(left[part], right[part]):
             differing.append(part)
-    moves = []
+    places: dict[str, str] = {}
     for part in differing:
-        equal = [place for place in differing if place != part and _is_same(left[part], right[place])]
+        # No part is equal to the one of its own name: all of these differ.
+        equal = [place for place in differing if _is_same(left[part], right[place])]
         if len(equal) == 1:
-            moves.append(Move(part, equal[0]))
-    if {move.left for move in moves} != {move.right for move in moves}:
+            places[part] = equal[0]
+    if places.keys() != {*places.values()}:
         return []
-    return moves
+    return [Move(part, place) for part, place in places.items()]
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
@@ -135,8 +142,7 @@ def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
         letters = _letters(moves)
         named = [shown(path) for path in paths if path]
         where = f" in {first_few(named, 3)}" if named else ""
-        equal = listed([f"{move.left} on the left is {move.right} on the right" for move in moves])
-        equal = equal.replace(" and ", ", and ")
+        equal = listed([move.words() for move in moves]).replace(" and ", ", and ")
         yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal}."
 
 

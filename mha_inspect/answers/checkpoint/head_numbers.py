@@ -28,20 +28,22 @@ def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -
             numbers = _numbers_at(content, piece).movedim(role.axis, 0)
             heads.setdefault(piece.head, []).append(numbers)
     by_part = {}
-    for part, heads in slices.items():
-        in_order = [torch.cat(heads[head]) for head in sorted(heads)]
-        if len({numbers.shape for numbers in in_order}) == 1:
+    for part, by_head in slices.items():
+        in_order = [torch.cat(pieces) for _, pieces in sorted(by_head.items())]
+        if all(numbers.shape == in_order[0].shape for numbers in in_order):
             by_part[part] = torch.stack(in_order)
     return by_part
 
 
 def _numbers_at(content: Tensor, piece: HeadSlice) -> Tensor:
     """Return the rows and columns of one head; a bias with further dimensions of size 1 is a vector first."""
+    start, stop = piece.rows
     if piece.columns is None:
         vector = content if content.dim() == 1 else content.squeeze()
-        return vector[slice(*piece.rows)]
+        return vector[start:stop]
     matrix = content if content.dim() == 2 else content.squeeze()
-    return matrix[slice(*piece.rows), slice(*piece.columns)]
+    first, end = piece.columns
+    return matrix[start:stop, first:end]
 
 
 def unusual_heads(module: str, numbers: Mapping[str, Tensor]) -> Iterator[str]:
@@ -64,8 +66,7 @@ def _unusual(heads: Tensor, label: str) -> Iterator[str]:
         elif not bool(head.isfinite().all()):
             broken.append(number)
         else:
-            bits = head.contiguous().view(torch.uint8).numpy().tobytes()
-            by_bits.setdefault(bits, []).append(number)
+            by_bits.setdefault(_bits(head), []).append(number)
     if zero:
         yield f"{label}: {_heads_are(zero)} all zero."
     if broken:
@@ -73,6 +74,10 @@ def _unusual(heads: Tensor, label: str) -> Iterator[str]:
     for twins in by_bits.values():
         if len(twins) > 1:
             yield f"{label}: {_heads_are(twins)} identical."
+
+
+def _bits(numbers: Tensor) -> bytes:
+    return numbers.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _heads_are(heads: list[int]) -> str:

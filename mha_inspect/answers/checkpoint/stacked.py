@@ -35,21 +35,20 @@ class Stacked:
 
     def split_line(self) -> str:
         """Return the line that splits the tensor of a state dict."""
-        return f"{self._apart()} = {_state(self.packed, pop=True)}.{self._cut()}"
+        entries = ", ".join(map(_entry, self.apart))
+        return f"{entries} = {_popped(self.packed)}.{self._cut()}"
 
     def join_line(self) -> str:
         """Return the line that joins the tensors of a state dict."""
         along = f", {self.axis}" if self.axis else ""
-        return f"{_state(self.packed)} = torch.cat([{self._apart(pop=True)}]{along})"
-
-    def _apart(self, *, pop: bool = False) -> str:
-        return ", ".join(_state(name, pop=pop) for name in self.apart)
+        entries = ", ".join(map(_popped, self.apart))
+        return f"{_entry(self.packed)} = torch.cat([{entries}]{along})"
 
     def _cut(self) -> str:
-        """Return the call that cuts the tensor into its parts."""
+        """Return the call that cuts the tensor into its parts: `chunk(3)`, or `split([64, 32, 32])`."""
         sizes = [stop - start for start, stop in self._bounds()]
         along = f", {self.axis}" if self.axis else ""
-        if len({*sizes}) == 1:
+        if min(sizes) == max(sizes):
             return f"chunk({len(sizes)}{along})"
         return f"split({sizes}{along})"
 
@@ -71,10 +70,19 @@ class Stacked:
         return f"{letters} {way}: {unit} {', '.join(map(span, self._bounds()))}"
 
 
-def _state(name: str, *, pop: bool = False) -> str:
-    """Return the entry of a state dict: `state["q_proj.weight"]`, or the call that removes it."""
+def _entry(name: str) -> str:
+    """Return an entry of a state dict: `state["q_proj.weight"]`."""
+    return f"state[{_quoted(name)}]"
+
+
+def _popped(name: str) -> str:
+    """Return the call that removes an entry of a state dict: `state.pop("q_proj.weight")`."""
+    return f"state.pop({_quoted(name)})"
+
+
+def _quoted(name: str) -> str:
     written = shown(name).replace('"', "'")
-    return f'state.pop("{written}")' if pop else f'state["{written}"]'
+    return f'"{written}"'
 
 
 def find_stacked(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredTensor]) -> list[Stacked]:
@@ -96,24 +104,27 @@ def find_stacked(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredT
 
 def _of_attention(attention: NamedAttention, of_parts: NamedAttention) -> Iterator[Stacked]:
     """Yield the tensors with several parts, each of which is a tensor in the same layout on the other side."""
-    singles = {role.part: name for name, role in of_parts.roles.items()}
+    singles = {(role.part, role.axis): name for name, role in of_parts.roles.items()}
     for name, role in attention.roles.items():
-        parts = [block.part for block in role.blocks]
-        if len(parts) < 2 or not singles.keys() >= {*parts}:
-            continue
-        names = tuple(singles[part] for part in parts)
-        if all(of_parts.roles[single].axis == role.axis for single in names):
-            yield Stacked(name, role.blocks, names, role.axis, is_vector=role.blocks[0].columns is None)
+        names = []
+        for block in role.blocks:
+            single = singles.get((block.part, role.axis))
+            if single is not None:
+                names.append(single)
+        if len(role.blocks) > 1 and len(names) == len(role.blocks):
+            is_vector = role.blocks[0].columns is None
+            yield Stacked(name, role.blocks, tuple(names), role.axis, is_vector=is_vector)
 
 
 def _is_on_both_sides(stacked: Stacked, packed: Mapping[str, object], apart: Mapping[str, object]) -> bool:
     """Return whether a side has the tensor as well as its parts."""
-    return stacked.packed in apart or any(name in packed for name in stacked.apart)
+    return stacked.packed in apart or not packed.keys().isdisjoint(stacked.apart)
 
 
 def _has_shapes(stacked: Stacked, apart: Mapping[str, StoredTensor]) -> bool:
     """Return whether the tensors of the parts have the sizes of the parts."""
-    return [_shape(block) for block in stacked.blocks] == [apart[name].shape for name in stacked.apart]
+    pairs = zip(stacked.blocks, stacked.apart, strict=True)
+    return all(_shape(block) == apart[name].shape for block, name in pairs)
 
 
 def _shape(block: HeadSlice) -> tuple[int, ...]:
@@ -129,7 +140,7 @@ def stacked_notes(to_split: Sequence[Stacked], to_join: Sequence[Stacked], label
     """Yield how to split the tensors of a file, and how to join them, with the line for the first."""
     if to_split:
         first = to_split[0]
-        names = listed([shown(name) for name in first.apart])
+        names = listed([*map(shown, first.apart)])
         yield (
             f"{shown(first.packed)} is {first.words()}; {label} has {names}.{_likewise(to_split[1:])} "
             f"To split it: {first.split_line()}"

@@ -76,15 +76,12 @@ def find_transposed(
     for (path, kind), block in blocks.items():
         # Without numbers in the paths, the block of one matrix may contain the block of another.
         around = [matrix for matrix in matrices if matrix.kind is kind and _is_inside(matrix, path)]
-        verdicts = {_verdict(matrix, around) for matrix in around}
-        if "transposed" not in verdicts:
+        of_transposed = _verdicts_of_transposed(around)
+        if not of_transposed:
             continue
-        like_the_rest: tuple[Verdict, ...] = ("transposed",)
-        if "as expected" not in verdicts:
-            like_the_rest = ("transposed", "square", "ambiguous")
         for matrix in block:
             verdict = _verdict(matrix, around)
-            if verdict in like_the_rest:
+            if verdict in of_transposed:
                 transposed.add(matrix.name)
             elif verdict == "square":
                 unknown.add(matrix.name)
@@ -96,6 +93,19 @@ def find_transposed(
         unknown=_in_order(unknown, tensors),
         of_linear=kinds <= {nn.Linear},
     )
+
+
+def _verdicts_of_transposed(block: list[_Matrix]) -> tuple[Verdict, ...]:
+    """Return the verdicts with which a matrix of a block is transposed; empty if none of the block surely is.
+
+    Where no matrix is as expected, one that fits both ways is like the rest.
+    """
+    verdicts = {_verdict(matrix, block) for matrix in block}
+    if "transposed" not in verdicts:
+        return ()
+    if "as expected" in verdicts:
+        return ("transposed",)
+    return "transposed", "square", "ambiguous"
 
 
 def _in_order(names: Collection[str], tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
@@ -134,7 +144,7 @@ def _kind(module: nn.Module, path: str) -> type | None:
         projection = module.get_submodule(path)
     except AttributeError:  # a name that the state dict alone has
         return None
-    if isinstance(projection, nn.Embedding) or any(True for _ in projection.children()):
+    if isinstance(projection, nn.Embedding) or [*projection.children()]:
         return None
     return nn.Linear if isinstance(projection, nn.Linear) else type(projection)
 
@@ -145,9 +155,9 @@ def _block(matrix: _Matrix, matrices: list[_Matrix]) -> str:
     Without a number in the path, it is the nearest module with a matrix that is not square.
     """
     pieces = matrix.owner.split(".")
-    numbers = [place for place, piece in enumerate(pieces[:-1]) if piece.isdigit()]
-    if numbers:
-        return ".".join(pieces[: numbers[0] + 1])
+    for place, piece in enumerate(pieces[:-1]):
+        if piece.isdigit():
+            return ".".join(pieces[: place + 1])
     for length in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:length])
         if any(_is_evidence(near) and _is_inside(near, path) for near in matrices):

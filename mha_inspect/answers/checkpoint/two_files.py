@@ -37,16 +37,20 @@ class FileSide:
         """The tensors by name, in the order of the layers."""
         return self.file.tensors
 
+    def head_counts(self) -> list[int | None]:
+        """Return the number of heads of each attention; None where it is unknown."""
+        return [attention.stored.num_heads for attention in self.attentions.values()]
+
     def report(self) -> CheckpointSide:
         """Return the sizes of the checkpoint."""
         tensors = self.tensors.values()
-        dtypes = Counter(tensor.dtype for tensor in tensors)
+        dtypes = Counter(tensor.dtype for tensor in tensors).most_common()
         return CheckpointSide(
             name=self.file.path.resolve().name,
             tensors=len(tensors),
             numel=sum(tensor.numel for tensor in tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
-            dtypes=tuple(dtype for dtype, _ in dtypes.most_common()),
+            dtypes=tuple(dtype for dtype, _ in dtypes),
         )
 
     def with_heads(self, attention: NamedAttention, count: int) -> NamedAttention:
@@ -98,9 +102,7 @@ class TwoFiles:
     def of(cls, left: Path, right: Path, num_heads: int | None) -> TwoFiles:
         """Read both headers. Raises `SpecError` if there are attentions, and none has this number of heads."""
         files = cls(FileSide.of(left, num_heads), FileSide.of(right, num_heads))
-        counts: set[int | None] = set()
-        for side in (files.left, files.right):
-            counts.update(attention.stored.num_heads for attention in side.attentions.values())
+        counts = {*files.left.head_counts(), *files.right.head_counts()}
         if num_heads is not None and counts and num_heads not in counts:
             raise SpecError(f"num_heads {num_heads} does not fit the shapes of any attention in the two files.")
         return files
