@@ -66,7 +66,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
     lines = [*_run(trace)]
-    yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
+    blocks: list[Block] = [facts(*lines)] if lines else []
+    yield section("", *blocks, *contents(trace.returns))
     yield ranks_section(trace.ranks)
     if trace.plan_code is not None:
         yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
@@ -97,9 +98,12 @@ def _sent(collectives: Iterable[Collective]) -> str:
     """Return the exchanges with other ranks by kind and stage: `2 all_reduce of output, 4.0 KiB`."""
     kinds = []
     for kind in grouped(collectives, lambda collective: (collective.name, collective.stage)):
-        name, stage = kind[0].name, kind[0].stage
-        size = text.byte_size(sum(collective.nbytes for collective in kind))
-        kinds.append(f"{len(kind)} {name} of {stage}, {size}" if stage else f"{len(kind)} {name}, {size}")
+        first = kind[0]
+        exchanges = f"{len(kind)} {first.name}"
+        if first.stage:
+            exchanges += f" of {first.stage}"
+        nbytes = sum(collective.nbytes for collective in kind)
+        kinds.append(f"{exchanges}, {text.byte_size(nbytes)}")
     return "; ".join(kinds)
 
 
@@ -254,18 +258,23 @@ class _Numbered:
     @property
     def shape_of_scores(self) -> Cell:
         """The shape of the scores."""
-        return Cell("") if self.scores is None else shape_cell(self.scores.shape, self.scores.axes)
+        scores = self.scores
+        return Cell("") if scores is None else shape_cell(scores.shape, scores.axes)
 
     @property
     def axes_of_scores(self) -> str:
         """The axes of the scores."""
-        return "" if self.scores is None else self.scores.axes
+        scores = self.scores
+        return "" if scores is None else scores.axes
 
     @property
     def num_heads(self) -> str:
         """The number of heads, and of their key and value heads if it is another: `8 over 2`."""
-        heads, kv_heads = self.report.num_heads, self.report.num_kv_heads
-        return str(heads) if kv_heads == heads else f"{heads} over {kv_heads}"
+        heads = self.report.num_heads
+        kv_heads = self.report.num_kv_heads
+        if kv_heads == heads:
+            return str(heads)
+        return f"{heads} over {kv_heads}"
 
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
@@ -352,19 +361,25 @@ def _moved(tensor: Stage | OpLine) -> str:
     return tensor.memory if tensor.memory in ("view", "copy") else ""
 
 
+def _operands_of(operands: Iterable[OpTensor]) -> str:
+    """Return the numbers and shapes of tensors: `%3 [2, 10, 64], %4 [64]`."""
+    texts = [f"%{operand.id} {text.shape(operand.shape)}" for operand in operands]
+    return ", ".join(texts)
+
+
+def _axes_of_outputs(op: OpLine) -> str:
+    """Return the axes of the outputs that have names."""
+    named = [operand.axes for operand in op.outputs if operand.axes]
+    return ", ".join(named)
+
+
 def _ops(ops: tuple[OpLine, ...]) -> Table:
-    def written(operands: tuple[OpTensor, ...]) -> str:
-        return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
-
-    def axes(op: OpLine) -> str:
-        return ", ".join(operand.axes for operand in op.outputs if operand.axes)
-
     columns = [
         Column("#", lambda op: op.index, "right", "muted"),
         Column("operation", lambda op: op.name, tone="strong"),
-        Column("inputs", lambda op: written(op.inputs), wrap=18),
-        Column("outputs", lambda op: written(op.outputs), wrap=18, into="inputs"),
-        Column("axes", axes, tone="axes", drop=3, wrap=18, optional=True),
+        Column("inputs", lambda op: _operands_of(op.inputs), wrap=18),
+        Column("outputs", lambda op: _operands_of(op.outputs), wrap=18, into="inputs"),
+        Column("axes", _axes_of_outputs, tone="axes", drop=3, wrap=18, optional=True),
         Column("settings", lambda op: op.settings, tone="muted", drop=4, wrap=14, optional=True),
         Column("memory", _moved, tone="muted", drop=1, optional=True),
         Column("stage", lambda op: op.stage, into="operation", optional=True),
@@ -509,9 +524,15 @@ def _last_ops(ops: Iterable[ReachedOp]) -> Table:
 
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     """Yield the call that failed with its message, its operands, and what is wrong with their shapes."""
-    items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
+    items = [
+        ("line", failure.line),
+        ("call", failure.call),
+        ("operation", failure.op),
+        ("module", failure.module),
+    ]
     items += [("message", line) for line in failure.message.splitlines()]
-    yield facts(*((label, text) for label, text in items if text))
+    filled = [(label, words) for label, words in items if words]
+    yield facts(*filled)
     if failure.operands:
         yield _operands(failure.operands, dtype)
     if failure.clash:
