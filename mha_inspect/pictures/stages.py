@@ -56,17 +56,18 @@ class Attended:
         if batch_row not in range(items):
             raise SpecError(f"batch item {batch_row} does not exist: the batch has {items}, counted from 0.")
         panels = self._panels(stage, tensor[batch_row])
+        num_panels, height, width = panels.shape
         names = re.findall(r"\w+", CANONICAL_AXES[stage])
         has_heads = "heads" in names or "kv_heads" in names
-        chosen = list(range(len(panels)))
+        chosen = list(range(num_panels))
         if has_heads and heads is not None:
-            chosen = _existing(heads, stage, len(panels))
-        rows = _axis("query" if "query" in names else "key", panels.shape[1], labels)
-        columns = _axis(names[-1], panels.shape[2], labels)
+            chosen = _existing(heads, stage, num_panels)
+        rows = _axis("query" if "query" in names else "key", height, labels)
+        columns = _axis(names[-1], width, labels)
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
-                f"{len(labels)} tokens fit no axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
-                f"and {panels.shape[2]} of {columns.name}. Give one token for each."
+                f"{len(labels)} tokens fit no axis of {stage}: it has {height} places of {rows.name} "
+                f"and {width} of {columns.name}. Give one token for each."
             )
         if not title:
             title = f"{stage} of {self.name}" if self.name else stage

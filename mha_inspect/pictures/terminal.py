@@ -246,7 +246,8 @@ class _Drawing:
         if first == last:
             step = self._step_of(first)
             return [f"{title}: every number is {low} {self.swatch(step)}"]
-        room = self.width - cells(f"{low}  {high}")
+        ends = f"{low}  {high}"
+        room = self.width - cells(ends)
         room_beside = room - cells(title) - 2
         if room_beside >= BAR // 2:
             parts = [f"{title}  {low} {self.bar(room_beside)} {high}"]
@@ -279,6 +280,7 @@ class _Drawing:
         return f"{swatch} {colour}" if self.is_inked else swatch
 
     def _notes(self, block: tuple[int, int]) -> Iterator[str]:
+        """Yield how many elements a cell has, if it has several, and the notes of the picture."""
         picture = self.picture
         height, width = block
         if height > 1 or width > 1:
@@ -288,6 +290,7 @@ class _Drawing:
         yield from picture.notes
 
     def bar(self, room: int) -> str:
+        """Return the colour scale, in at most so many columns."""
         if not self.is_inked:
             return RAMP
         size = max(min(BAR, room), 2)
@@ -295,9 +298,11 @@ class _Drawing:
         return self.pairs(places, places)
 
     def swatch(self, step: int) -> str:
+        """Return a sample of a colour, two columns wide; its character if there are no colours."""
         if not self.is_inked:
             return _character(step)
-        return self.pairs([step, step], [step, step])
+        wide = [step, step]
+        return self.pairs(wide, wide)
 
 
 def number(value: float) -> str:
@@ -322,11 +327,14 @@ def _character(step: int) -> str:
 
 def _width(text: str) -> int:
     """Return the columns of a text with escape sequences."""
-    return cells(_ESCAPE.sub("", text))
+    shown = _ESCAPE.sub("", text)
+    return cells(shown)
 
 
 def _padded(text: str, width: int) -> str:
-    return text + " " * (width - _width(text))
+    """Return the text with spaces up to a width."""
+    missing = width - _width(text)
+    return text + " " * missing
 
 
 def _label(labels: tuple[str, ...], cell: int, size: int) -> str:

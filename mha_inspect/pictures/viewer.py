@@ -181,8 +181,13 @@ def viewer_data(
                     tokens[axis.name] = list(axis.labels)
         if stages:
             shown.append({"name": printable(name), "stages": stages})
-    colours = ["".join(hex_table(False)), "".join(hex_table(True))]
-    return {"attentions": shown, "tokens": tokens, "colours": colours, "first": dict(first)}
+    of_positive, of_signed = hex_table(False), hex_table(True)
+    return {
+        "attentions": shown,
+        "tokens": tokens,
+        "colours": ["".join(of_positive), "".join(of_signed)],
+        "first": dict(first),
+    }
 
 
 def fragment(data: Mapping[str, Any]) -> str:
@@ -190,7 +195,8 @@ def fragment(data: Mapping[str, Any]) -> str:
     # Characters that could end the element or start another one are written as JSON escapes.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
+        escape = f"\\u{ord(character):04x}"
+        text = text.replace(character, escape)
     return (
         f"<style>{_file('viewer.css')}</style>\n{_file('viewer.html')}"
         f'<script type="application/json" id="mha-viewer-data">{text}</script>\n<script>{_file("viewer.js")}</script>\n'

@@ -55,7 +55,8 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     yield from findings_sections(trace.findings)
-    is_judged = trace.unjudged is None and trace.failure is None and bool(trace.attentions)
+    ran = trace.failure is None and bool(trace.attentions)
+    is_judged = ran and trace.unjudged is None
     if is_judged and not trace.findings:
         yield section("", Paragraph(_NOT_LOOKED_AT, "muted"), more="")
     if trace.steps is not None:
@@ -318,7 +319,8 @@ def _attention(
     sizes.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
         sizes.append(f"num_kv_heads {attention.num_kv_heads}")
-    sizes += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
+    sizes.append(f"head_dim {attention.head_dim}")
+    sizes.append(f"scale {text.scale(attention.scale, attention.head_dim)}")
     place = _place(attention)
     return section(
         f"{title} in {place}" if place else title,
@@ -408,7 +410,10 @@ def _steps(steps: tuple[Step, ...]) -> Table:
         Column("cache", lambda call: text.byte_size(call.numbers.cache_bytes), "right", drop=1),
         Column("FLOPs", lambda call: text.flops(call.numbers.flops), "right", "muted", drop=2),
     ]
-    calls = [_Call(str(place) if place else "prompt", step) for place, step in enumerate(steps)]
+    calls = []
+    for place, step in enumerate(steps):
+        name = "prompt" if place == 0 else str(place)
+        calls.append(_Call(name, step))
     return table(calls, columns)
 
 
@@ -416,7 +421,8 @@ def _positions(step: Step) -> str:
     """Return the positions that a call is rotated by, `0–5`; empty if they are unknown."""
     if step.query_offset is None:
         return ""
-    return text.spans(range(step.query_offset, step.query_offset + step.queries))
+    first = step.query_offset
+    return text.spans(range(first, first + step.queries))
 
 
 def _decode(proof: DecodeProof) -> Paragraph:
