@@ -14,13 +14,15 @@ def row_of_each(tensor: Tensor, place: int, times: int) -> Tensor | None:
     size = tensor.shape[place]
     if times < 2 or size % times or size == times or tensor.is_meta:
         return None
+    different = size // times
     place %= tensor.dim()
-    before, after = tensor.shape[:place], tensor.shape[place + 1 :]
-    neighbours = tensor.reshape(*before, size // times, times, *after)
+    before = tensor.shape[:place]
+    after = tensor.shape[place + 1 :]
+    neighbours = tensor.reshape(*before, different, times, *after)
     rows = _same_along(neighbours, place + 1)
     if rows is None:
-        whole = tensor.reshape(*before, times, size // times, *after)
-        rows = _same_along(whole, place)
+        in_turns = tensor.reshape(*before, times, different, *after)
+        rows = _same_along(in_turns, place)
     if rows is None or _same_along(rows, place) is not None:
         return None
     return rows
@@ -29,4 +31,7 @@ def row_of_each(tensor: Tensor, place: int, times: int) -> Tensor | None:
 def _same_along(tensor: Tensor, place: int) -> Tensor | None:
     """Return a tensor without one of its dimensions, if its numbers are the same all along it; else None."""
     first = tensor.narrow(place, 0, 1)
-    return first.squeeze(place) if bool((tensor == first).all()) else None
+    is_first = tensor == first
+    if not bool(is_first.all()):
+        return None
+    return first.squeeze(place)

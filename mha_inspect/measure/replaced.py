@@ -7,7 +7,6 @@ Nothing is named that does not give the same numbers, within a tolerance that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +34,22 @@ class Replacement:
     sentence: str
 
 
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """One stage on both sides, in float64."""
+
+    name: str
+    axes: list[str]
+    """The name of each dimension; empty if they are not known."""
+    left: Tensor
+    right: Tensor
+    near: float
+    """Numbers up to this far apart are the same."""
+    on_left: str
+    """The words for the left side."""
+    on_right: str
+
+
 def replacement(
     stage: str, axes: str, sides: tuple[Tensor, Tensor], near: float, called: tuple[str, str]
 ) -> Replacement | None:
@@ -46,102 +61,162 @@ def replacement(
     left, right = (side.detach().double() for side in sides)
     if left.shape != right.shape or not left.numel() or _is_near(left, right, near):
         return None
-    tried = (
-        *_factors(stage, left, right, near, called),
-        *_orders(stage, axes.split(), (left, right), near, called),
-        *_shifts(stage, axes.split(), (left, right), near, called),
-        *_roundings(stage, sides, called),
+    names = axes.split()
+    on_left, on_right = called
+    both = _Stage(
+        name=stage,
+        axes=names if len(names) == left.dim() else [],
+        left=left,
+        right=right,
+        near=near,
+        on_left=on_left,
+        on_right=on_right,
     )
-    return next(iter(tried), None)
+    for change_of in (_factor, _order, _shift):
+        change = change_of(both)
+        if change is not None:
+            return change
+    # In their own dtypes: float64 does not show what was rounded.
+    given_left, given_right = sides
+    left_rounded = _rounding(f"{stage} {on_left}", given_left, given_right)
+    if left_rounded is not None:
+        return left_rounded
+    return _rounding(f"{stage} {on_right}", given_right, given_left)
 
 
 def _is_near(left: Tensor, right: Tensor, near: float) -> bool:
-    apart = (left - right).abs().masked_fill(left == right, 0.0).nan_to_num(torch.inf)
-    return not apart.numel() or float(apart.max()) <= near
+    """Return whether no two numbers are farther apart; equal infinities are not, and NaN is from every number."""
+    is_equal = left == right
+    apart = (left - right).abs().masked_fill(is_equal, 0.0).nan_to_num(torch.inf)
+    if not apart.numel():
+        return True
+    return float(apart.max()) <= near
 
 
-def _factors(stage: str, left: Tensor, right: Tensor, near: float, called: tuple[str, str]) -> Iterator[Replacement]:
-    """Yield the one number by which the left is a multiple of the right."""
+def _factor(both: _Stage) -> Replacement | None:
+    """Return the number by which the left is a multiple of the right; None if no number makes both the same."""
+    left, right = both.left, both.right
     if not bool(left.isfinite().all()) or not bool(right.isfinite().all()):
-        return
+        return None
     square = float((right * right).sum())
-    factor = float((left * right).sum()) / square if square else 0.0
-    if not factor or not _is_near(left, factor * right, max(1.0, abs(factor)) * near):
-        return
-    sentence = f"{stage} {called[0]} is {factor:.4g} times {stage} {called[1]}, and nothing else differs there."
-    yield Replacement("scale", sentence)
+    if not square:
+        return None
+    factor = float((left * right).sum()) / square
+    if not factor:
+        return None
+    # The rounding of the right is multiplied too.
+    near = max(1.0, abs(factor)) * both.near
+    if not _is_near(left, factor * right, near):
+        return None
+    name = both.name
+    return Replacement(
+        "scale",
+        f"{name} {both.on_left} is {factor:.4g} times {name} {both.on_right}, and nothing else differs there.",
+    )
 
 
-def _orders(
-    stage: str, axes: list[str], sides: tuple[Tensor, Tensor], near: float, called: tuple[str, str]
-) -> Iterator[Replacement]:
-    """Yield an axis along which both have the same slices in another order."""
-    for axis in range(len(axes) if len(axes) == sides[0].dim() else 0):
-        order = _order_along(axis, sides, near)
+def _order(both: _Stage) -> Replacement | None:
+    """Return an axis along which both have the same slices in another order; None if there is none."""
+    for axis, name in enumerate(both.axes):
+        order = _order_along(axis, both)
         if order is None:
             continue
-        word = _PLURALS.get(axes[axis], _FEATURES if axis == len(axes) - 1 else f"{axes[axis]} positions")
-        shown = " ".join(map(str, order[:_SHOWN])) + (" …" if len(order) > _SHOWN else "")
-        sentence = f"The {word} of {stage} are in another order: {called[0]} they are {shown} of those {called[1]}."
-        yield Replacement("order", sentence)
+        if name in _PLURALS:
+            slices = _PLURALS[name]
+        elif axis == len(both.axes) - 1:
+            slices = _FEATURES
+        else:
+            slices = f"{name} positions"
+        shown = " ".join(map(str, order[:_SHOWN]))
+        if len(order) > _SHOWN:
+            shown += " …"
+        sides = f"{both.on_left} they are {shown} of those {both.on_right}"
+        return Replacement("order", f"The {slices} of {both.name} are in another order: {sides}.")
+    return None
 
 
-def _order_along(axis: int, sides: tuple[Tensor, Tensor], near: float) -> list[int] | None:
+def _order_along(axis: int, both: _Stage) -> list[int] | None:
     """Return the slice of the right that each slice of the left is; None unless that is one order of all."""
-    left, right = sides
-    order = places_in(right, left, axis, near)
-    return order if order is not None and sorted(order) == list(range(left.shape[axis])) else None
+    order = places_in(both.right, both.left, axis, both.near)
+    if order is None:
+        return None
+    every_slice = list(range(both.left.shape[axis]))
+    return order if sorted(order) == every_slice else None
 
 
 def places_in(whole: Tensor, part: Tensor, axis: int, near: float) -> list[int] | None:
     """Return the slice of a tensor that each slice of another one is, along an axis; None if one is no slice of it."""
-    slices, candidates = (side.double().movedim(axis, 0).flatten(1) for side in (part, whole))
-    if not 1 < len(slices) <= len(candidates) <= _MOST_PLACES or slices.shape[1] != candidates.shape[1]:
+    slices = _slices_along(axis, part)
+    candidates = _slices_along(axis, whole)
+    if slices.shape[1] != candidates.shape[1]:
+        return None
+    if not 1 < len(slices) <= len(candidates) <= _MOST_PLACES:
         return None
     if not bool(torch.cat([slices, candidates]).isfinite().all()):
         return None
     apart = torch.cdist(slices, candidates, p=torch.inf)
     nearest = apart.argmin(1)
-    is_near = float(apart.gather(1, nearest[:, None]).max()) <= near
-    return nearest.tolist() if is_near else None
+    distances = apart.gather(1, nearest[:, None])
+    return nearest.tolist() if float(distances.max()) <= near else None
 
 
-def _shifts(
-    stage: str, axes: list[str], sides: tuple[Tensor, Tensor], near: float, called: tuple[str, str]
-) -> Iterator[Replacement]:
-    """Yield by how many positions the left is behind the right, or ahead of it."""
-    for axis in range(len(axes) if len(axes) == sides[0].dim() else 0):
-        if axes[axis] not in ("query", "key"):
+def _slices_along(axis: int, tensor: Tensor) -> Tensor:
+    """Return the slices of a tensor along an axis, `slice number`, in float64."""
+    return tensor.double().movedim(axis, 0).flatten(1)
+
+
+def _shift(both: _Stage) -> Replacement | None:
+    """Return by how many positions the left is behind the right, or ahead of it; None if it is neither."""
+    for axis, name in enumerate(both.axes):
+        if name not in ("query", "key"):
             continue
-        for shift in shifts_of(sides[0].shape[axis]):
-            if not _is_near(*overlap(*sides, axis, shift), near):
+        for shift in shifts_of(both.left.shape[axis]):
+            left, right = overlap(both.left, both.right, axis, shift)
+            if not _is_near(left, right, both.near):
                 continue
-            where = f"p {'+' if shift > 0 else '-'} {abs(shift)}"
-            sentence = f"Position p of {stage} {called[0]} is position {where} {called[1]}."
-            yield Replacement("position", sentence)
-            return
+            sign = "+" if shift > 0 else "-"
+            position = f"position p {sign} {abs(shift)} {both.on_right}"
+            return Replacement("position", f"Position p of {both.name} {both.on_left} is {position}.")
+    return None
 
 
 def shifts_of(length: int) -> list[int]:
     """Return the numbers of positions to try, the nearest first: 1, -1, 2, …; at least 2 positions are compared."""
-    return [sign * shift for shift in range(1, min(_FARTHEST, length - 2) + 1) for sign in (1, -1)]
+    farthest = min(_FARTHEST, length - 2)
+    shifts: list[int] = []
+    for distance in range(1, farthest + 1):
+        shifts += (distance, -distance)
+    return shifts
 
 
 def overlap(left: Tensor, right: Tensor, axis: int, shift: int) -> tuple[Tensor, Tensor]:
     """Return position p of the left and position p + shift of the right, where both exist."""
     count = left.shape[axis] - abs(shift)
-    return left.narrow(axis, max(-shift, 0), count), right.narrow(axis, max(shift, 0), count)
+    first_left = max(-shift, 0)
+    first_right = max(shift, 0)
+    return left.narrow(axis, first_left, count), right.narrow(axis, first_right, count)
 
 
-def _roundings(stage: str, sides: tuple[Tensor, Tensor], called: tuple[str, str]) -> Iterator[Replacement]:
-    """Yield a dtype to which one side alone is rounded."""
-    for rounded, other, where in ((*sides, called[0]), (*sides[::-1], called[1])):
-        for dtype in _COARSER:
-            if rounded.itemsize <= dtype.itemsize or not torch.equal(rounded, rounded.to(dtype).to(rounded.dtype)):
-                continue
-            step = torch.finfo(dtype).eps * rounded.abs().double()
-            apart = (other.double() - rounded.double()).abs()
-            if torch.equal(other, other.to(dtype).to(other.dtype)) or not bool((apart <= step).all()):
-                continue
-            name = str(dtype).removeprefix("torch.")
-            yield Replacement("dtype", f"{stage} {where} is rounded to {name}; the other side's rounds to the same.")
+def _rounding(name: str, rounded: Tensor, exact: Tensor) -> Replacement | None:
+    """Return the dtype to which one side alone is rounded; None if there is none.
+
+    `name` is that of the rounded side: `q_heads on the left`.
+    """
+    for dtype in _COARSER:
+        if rounded.itemsize <= dtype.itemsize:
+            continue
+        if not _is_rounded_to(rounded, dtype) or _is_rounded_to(exact, dtype):
+            continue
+        step = torch.finfo(dtype).eps * rounded.abs().double()
+        apart = (exact.double() - rounded.double()).abs()
+        if not bool((apart <= step).all()):
+            continue
+        coarser = str(dtype).removeprefix("torch.")
+        return Replacement("dtype", f"{name} is rounded to {coarser}; the other side's rounds to the same.")
+    return None
+
+
+def _is_rounded_to(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a dtype has every number of a tensor."""
+    there_and_back = tensor.to(dtype).to(tensor.dtype)
+    return torch.equal(tensor, there_and_back)

@@ -21,23 +21,36 @@ def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
     """
     if scores.shape[-1] < _FEWEST_KEYS:
         return []
-    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
-    added = masked.double() - scores.double()
-    steps = (added[..., 1:] - added[..., :-1]).abs()
+    steps = _steps_to_next_key(scores, masked).abs()
+    both_seen = _sees_next_key(seen)
     slopes = []
     for head in range(steps.shape[1]):
-        seen_steps = steps[:, head][both[:, head]]
+        seen_steps = steps[:, head][both_seen[:, head]]
         if not _are_equal(seen_steps):
             return []
         slopes.append(float(seen_steps.mean()))
     return slopes if min(slopes, default=0.0) > 0 else []
 
 
+def _steps_to_next_key(scores: Tensor, masked: Tensor) -> Tensor:
+    """Return by how much what is added to a score changes from a key to the next: `batch heads query key`."""
+    added = masked.double() - scores.double()
+    return added.diff(dim=-1)
+
+
+def _sees_next_key(seen: Tensor) -> Tensor:
+    """Return whether a query sees a key and the next one, for all keys but the last: `batch heads query key`."""
+    sees_key = seen[..., :-1]
+    sees_next = seen[..., 1:]
+    return sees_key & sees_next
+
+
 def _are_equal(steps: Tensor) -> bool:
     """Return whether there are several steps, which differ by rounding alone."""
     if len(steps) < 2 or not bool(steps.isfinite().all()):
         return False
-    return bool(steps.max() - steps.min() <= NEAR * steps.max())
+    smallest, largest = float(steps.min()), float(steps.max())
+    return largest - smallest <= NEAR * largest
 
 
 def rises_with_distance(scores: Tensor, masked: Tensor, seen: Tensor) -> bool:
@@ -46,12 +59,15 @@ def rises_with_distance(scores: Tensor, masked: Tensor, seen: Tensor) -> bool:
     The arguments are those of `slopes_in`. Query i stands at the place of key i; with other numbers of them the places
     are unknown, and the result is False.
     """
-    if scores.shape[-1] != scores.shape[-2]:
+    queries, keys = scores.shape[-2:]
+    if queries != keys:
         return False
-    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
-    added = masked.double() - scores.double()
-    steps = added[..., 1:] - added[..., :-1]
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    is_past = places[None, 1:] <= places[:, None]  # a step to the next key is one towards the query
-    outward = torch.where(is_past, -steps, steps)[both]
-    return bool(outward.numel()) and bool((outward > 0).all())
+    steps = _steps_to_next_key(scores, masked)
+    places = torch.arange(keys, device=scores.device)
+    # A step to the next key is one towards the query.
+    is_past = places[None, 1:] <= places[:, None]
+    away = torch.where(is_past, -steps, steps)
+    visible = away[_sees_next_key(seen)]
+    if not visible.numel():
+        return False
+    return bool((visible > 0).all())

@@ -47,17 +47,20 @@ class Weights:
 
     def read(self) -> Numbers:
         """Return a copy of all parts in the parameters' dtype, with zeros for features that a head does not read."""
-        return {part: projection.read(self.module.get_parameter) for part, projection in self.projections.items()}
+        parameter = self.module.get_parameter
+        return {part: projection.read(parameter) for part, projection in self.projections.items()}
 
     def write(self, numbers: Mapping[str, Tensor]) -> None:
         """Copy canonical tensors of the same shapes into the parameters, cast to their dtype."""
+        parameter = self.module.get_parameter
         with torch.no_grad():
             for part, tensor in numbers.items():
-                self.projections[part].write(self.module.get_parameter, tensor)
+                self.projections[part].write(parameter, tensor)
 
     def users(self) -> list[int]:
         """Return the key/value head of each query head."""
-        group = max(self.num_heads // max(self.num_kv_heads, 1), 1)
+        kv_heads = max(self.num_kv_heads, 1)
+        group = max(self.num_heads // kv_heads, 1)
         users = [head // group for head in range(self.num_heads)]
         for kv_head, heads in enumerate(self._serves()):
             for head in heads:
@@ -99,9 +102,22 @@ def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     """Return the weights of each attention of a run of this module, in order; empty if it has no attention."""
     weights = []
     for (_, names), parts in zip(run.attentions, projections(run), strict=True):
-        whole = {projection.part: projection for projection in parts if projection.is_whole}
-        missing = tuple(_unreadable(projection) for projection in parts if not projection.is_whole)
-        weights.append(Weights(module, whole, names.num_heads, names.num_kv_heads, missing))
+        whole: dict[str, Projection] = {}
+        missing = []
+        for projection in parts:
+            if projection.is_whole:
+                whole[projection.part] = projection
+            else:
+                missing.append(_unreadable(projection))
+        weights.append(
+            Weights(
+                module,
+                projections=whole,
+                num_heads=names.num_heads,
+                num_kv_heads=names.num_kv_heads,
+                missing=tuple(missing),
+            )
+        )
     return tuple(weights)
 
 
@@ -128,7 +144,7 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
     heads. If the destination's heads read a part of the features, that part of the matrix is copied. `numbers` are
     canonical tensors of the source, instead of its current parameters.
     """
-    originals = dict(source.read() if numbers is None else numbers)
+    originals = source.read() if numbers is None else dict(numbers)
     fitting: Numbers = {}
     not_copied: list[NotCopied] = []
     for part in PARTS:
@@ -143,20 +159,30 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
         elif answer is not None:
             not_copied.append(answer)
     destination.write(fitting)
+    copied, filled = [], []
     changed = _changed(fitting, destination.read())
-    not_copied += [NotCopied(part, _why_changed(part, destination)) for part in changed]
-    return CopiedParts(
-        copied=tuple(part for part in fitting if part in originals and part not in changed),
-        filled=tuple(part for part in fitting if part not in originals),
-        not_copied=tuple(sorted(not_copied, key=lambda absent: PARTS.index(absent.part))),
-    )
+    for part in fitting:
+        if part not in originals:
+            filled.append(part)
+        elif part not in changed:
+            copied.append(part)
+    for part in changed:
+        reason = _why_changed(part, destination)
+        not_copied.append(NotCopied(part, reason))
+    not_copied.sort(key=_place_of)
+    return CopiedParts(tuple(copied), tuple(filled), tuple(not_copied))
+
+
+def _place_of(absent: NotCopied) -> int:
+    return PARTS.index(absent.part)
 
 
 def _changed(wanted: Numbers, written: Numbers) -> list[str]:
     """Return the parts that have other numbers than were written, after the cast to their dtype."""
     changed = []
     for part, numbers in wanted.items():
-        if not same_bits(written[part], numbers.to(written[part].dtype)):
+        copy = written[part]
+        if not same_bits(copy, numbers.to(copy.dtype)):
             changed.append(part)
     return changed
 
@@ -168,29 +194,41 @@ def _fitted(part: str, numbers: Tensor, source: Weights, destination: Weights) -
         reason = _why_lost(part, numbers)
         return NotCopied(part, reason) if reason else None
     shape = tuple(numbers.shape)
-    source_size, destination_size = matrix_shape(part, shape), matrix_shape(part, projection.shape)
-    sizes = None if source_size == destination_size else (source_size, destination_size)
-    is_of_keys = part in _OF_KEYS
-    if shape == projection.shape and (not is_of_keys or source.users() == destination.users()):
-        return numbers
-    if is_of_keys and source.num_heads == destination.num_heads and shape[1:] == projection.shape[1:]:
+    source_size = matrix_shape(part, shape)
+    destination_size = matrix_shape(part, projection.shape)
+    has_same_size = source_size == destination_size
+    sizes = None if has_same_size else (source_size, destination_size)
+    may_be_shared = part in _OF_KEYS
+    if shape == projection.shape:
+        # Of shared keys the same heads have to read the same key head on both sides.
+        is_used_alike = not may_be_shared or source.users() == destination.users()
+        if is_used_alike:
+            return numbers
+    has_same_heads = source.num_heads == destination.num_heads and shape[1:] == projection.shape[1:]
+    if may_be_shared and has_same_heads:
         count = projection.shape[0]
         regrouped = _regrouped(numbers, source.users(), destination.users(), count)
         if regrouped is None:
             return NotCopied(part, f"it shares {count} key/value heads, but the other side's heads differ", sizes)
         return regrouped
-    is_shared = source.num_kv_heads != source.num_heads or destination.num_kv_heads != destination.num_heads
-    if sizes is None and not (is_of_keys and is_shared):
+    is_shared = may_be_shared and (_shares_keys(source) or _shares_keys(destination))
+    if has_same_size and not is_shared:
         return numbers.reshape(projection.shape)
     return NotCopied(part, f"{[*source_size]} becomes {[*destination_size]}", sizes)
+
+
+def _shares_keys(weights: Weights) -> bool:
+    """Return whether several query heads share a key and value head."""
+    return weights.num_kv_heads != weights.num_heads
 
 
 def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of `as_matrix` of a part, given its canonical shape."""
     if part == "b_o":
         return shape
-    flat = (shape[0] * shape[1], *shape[2:])
-    return flat[::-1] if part == "W_o" else flat
+    heads, head_dim, *embed = shape
+    features = heads * head_dim
+    return (*embed, features) if part == "W_o" else (features, *embed)
 
 
 def _regrouped(numbers: Tensor, users: list[int], wanted: list[int], count: int) -> Tensor | None:
@@ -220,7 +258,8 @@ def _why_lost(part: str, numbers: Tensor) -> str:
         return "it has no such bias, but the other side's bias is not zero" if has_effect else ""
     if part == "W_o":
         matrix = as_matrix(part, numbers)
-        is_identity = torch.equal(matrix, torch.eye(len(matrix)).to(matrix))
+        identity = torch.eye(len(matrix)).to(matrix)
+        is_identity = torch.equal(matrix, identity)
         return "" if is_identity else "it has no output projection"
     if part in ("bias_k", "bias_v"):
         return "it appends no learned key and value"
@@ -233,18 +272,23 @@ def _neutral(part: str, shape: tuple[int, ...], like: Tensor) -> Tensor | NotCop
         return like.new_zeros(shape)
     if part != "W_o":
         return NotCopied(part, f"the other side has no {part}")
-    features = shape[0] * shape[1]
-    if features == shape[2]:
+    heads, head_dim, embed = shape
+    features = heads * head_dim
+    if features == embed:
         return torch.eye(features).to(like).reshape(shape)
-    return NotCopied(part, f"the other side has no {part}, and {features} features do not fit {shape[2]} unchanged")
+    return NotCopied(part, f"the other side has no {part}, and {features} features do not fit {embed} unchanged")
 
 
 def _why_changed(part: str, destination: Weights) -> str:
+    """Return why the destination's parameters do not have the numbers that were written into them."""
     projection = destination.projections[part]
-    shape, first = projection.shape, projection.parts[0]
-    if first.inner is not None and first.inner[0] < shape[-1] and part != "W_o":
-        features = len(next(iter(first.heads.values())))
-        return f"it has room for {shape[0]} blocks of {[features, first.inner[0]]} only"
+    shape = projection.shape
+    first = projection.parts[0]
+    if first.inner is not None and part != "W_o":
+        width = first.inner[0]
+        if width < shape[-1]:
+            features = len(next(iter(first.heads.values())))
+            return f"it has room for {shape[0]} blocks of {[features, width]} only"
     return "one parameter is used by several of its projections"
 
 
@@ -259,7 +303,8 @@ def draw(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -
         if part not in shapes:
             continue
         matrix = matrix_shape(part, shapes[part])
-        generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + stream) % 2**63)
+        seed_of_part = (seed * 1_000_003 + stream) % 2**63
+        generator = torch.Generator("cpu").manual_seed(seed_of_part)
         bound = math.sqrt(6 / sum(matrix)) if len(matrix) == 2 else 0.5
         uniform = torch.rand(matrix, generator=generator, dtype=torch.float64)
         numbers = (2 * uniform - 1) * bound

@@ -21,6 +21,9 @@ from ..text import printable
 
 Floats = npt.NDArray[np.float32]
 
+MASKED, NAN, INFINITE = -1, -2, -3
+"""Steps of a colour map for elements that are no finite numbers."""
+
 
 @dataclass(frozen=True)
 class PictureAxis:
@@ -70,7 +73,8 @@ class Picture:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Number of panels, rows and columns."""
-        return self.values.shape[0], self.values.shape[1], self.values.shape[2]
+        panels, rows, columns = self.values.shape
+        return panels, rows, columns
 
     @cached_property
     def range(self) -> Range:
@@ -80,10 +84,11 @@ class Picture:
     @cached_property
     def scale(self) -> tuple[float, float]:
         """The numbers of the first and the last colour."""
-        if self.signed:
-            size = max(abs(self.range.least), abs(self.range.most))
-            return -size, size
-        return self.range.least, self.range.most
+        least, most = self.range.least, self.range.most
+        if not self.signed:
+            return least, most
+        size = max(abs(least), abs(most))
+        return -size, size
 
 
 def range_of(values: Floats) -> Range:
@@ -109,12 +114,20 @@ def reduced(values: Floats, rows: int, columns: int) -> tuple[Floats, tuple[int,
 
     A block is NaN if one of its elements is NaN, and masked if all are masked. The last blocks may be smaller.
     """
-    height, width = _block(values.shape[1], rows), _block(values.shape[2], columns)
-    for axis, block in ((2, width), (1, height)):
-        if block > 1:
-            starts = np.arange(0, values.shape[axis], block)
-            values = np.maximum.reduceat(values, starts, axis=axis)
-    return values, (height, width)
+    _, all_rows, all_columns = values.shape
+    height = _block(all_rows, rows)
+    width = _block(all_columns, columns)
+    narrow = _maxima(values, 2, width)
+    return _maxima(narrow, 1, height), (height, width)
+
+
+def _maxima(values: Floats, axis: int, block: int) -> Floats:
+    """Return the maximum of every so many elements along an axis: 3 and 4 for 1 3 4 in blocks of 2."""
+    if block == 1:
+        return values
+    starts = np.arange(0, values.shape[axis], block)
+    maxima: Floats = np.maximum.reduceat(values, starts, axis=axis)
+    return maxima
 
 
 def _block(size: int, most: int) -> int:
@@ -125,18 +138,21 @@ def _block(size: int, most: int) -> int:
 def steps(values: Floats, scale: tuple[float, float], count: int) -> npt.NDArray[np.int64]:
     """Return the index of each number among `count` equal steps.
 
-    Other elements are negative: -1 is masked, -2 is NaN, -3 is +inf.
+    Other elements are negative: `MASKED` for -inf, `NAN`, and `INFINITE` for +inf.
     """
     low, high = scale
-    width = high - low if high != low else 1.0
+    last = count - 1
+    width = high - low
+    if width == 0:
+        width = 1.0
     with np.errstate(invalid="ignore", over="ignore"):
         # The difference of two float32 numbers may overflow float32.
         parts = (values.astype(np.float64) - low) / width * count
         finite = np.nan_to_num(parts, nan=0.0, posinf=0.0, neginf=0.0)
-        places = np.clip(finite, 0, count - 1).astype(np.int64)
-    places[values == -np.inf] = -1
-    places[np.isnan(values)] = -2
-    places[values == np.inf] = -3
+        places = np.clip(finite, 0, last).astype(np.int64)
+    places[values == -np.inf] = MASKED
+    places[np.isnan(values)] = NAN
+    places[values == np.inf] = INFINITE
     return places
 
 
@@ -154,8 +170,10 @@ _COOLWARM_256 = (62, 69, 111, 153, 189, 254, 224, 216, 209, 167, 124)
 @cache
 def hex_table(signed: bool) -> tuple[str, ...]:
     """Return the 256 colours of a map, each as `440154`."""
-    tables = json.loads(files(__package__).joinpath("colours.json").read_text(encoding="utf-8"))
-    lines = tables["coolwarm" if signed else "viridis"]["colours"]
+    file = files(__package__).joinpath("colours.json")
+    tables = json.loads(file.read_text(encoding="utf-8"))
+    name = "coolwarm" if signed else "viridis"
+    lines = tables[name]["colours"]
     return tuple(" ".join(lines).split())
 
 
@@ -172,17 +190,23 @@ def codes(signed: bool, depth: Literal["true", "256"]) -> tuple[str, ...]:
 
 
 SPECIAL: dict[Depth, dict[int, str]] = {
-    "true": {-2: "2;255;0;255", -3: "2;255;255;255"},
-    "256": {-2: "5;201", -3: "5;231"},
+    "true": {NAN: "2;255;0;255", INFINITE: "2;255;255;255"},
+    "256": {NAN: "5;201", INFINITE: "5;231"},
 }
 """The codes of NaN and +inf: magenta and white, which neither map has."""
 
 
 def depth_shown() -> Depth:
     """Return the number of colours of a colour terminal, according to its environment variables."""
-    terminal = os.environ.get("TERM", "")
-    if os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit"):
+    colours = os.environ.get("COLORTERM", "").casefold()
+    if colours in ("truecolor", "24bit"):
         return "true"
-    if terminal.endswith("-direct") or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ:
+    terminal = os.environ.get("TERM", "")
+    if terminal.endswith("-direct"):
+        return "true"
+    if os.environ.get("FORCE_COLOR") == "3":
+        return "true"
+    # Windows Terminal says it with no other variable.
+    if "WT_SESSION" in os.environ:
         return "true"
     return "256"

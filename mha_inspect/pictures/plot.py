@@ -34,7 +34,8 @@ def to_png(pictures: Sequence[Picture]) -> bytes:
 
     sizes = [size_of(picture) for picture in pictures]
     widths, heights = zip(*sizes, strict=True)
-    figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained", dpi=150)
+    size = max(widths), sum(heights)
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
     parts = figure.subfigures(len(pictures), 1, squeeze=False, height_ratios=heights)
     for picture, part in zip(pictures, parts[:, 0], strict=True):
         onto(picture, part)
@@ -45,7 +46,11 @@ def to_png(pictures: Sequence[Picture]) -> bytes:
 
 def size_of(picture: Picture) -> tuple[float, float]:
     """Return a suitable figure size for the picture, in inches: width and height."""
-    return picture.shape[0] * _INCHES + 1.4, _INCHES + 0.9
+    panels, _, _ = picture.shape
+    # Beside the panels is the colour scale, and around them are the titles.
+    width = panels * _INCHES + 1.4
+    height = _INCHES + 0.9
+    return width, height
 
 
 def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
@@ -56,7 +61,9 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have dollar signs
-        panels = list(figure.subplots(1, picture.shape[0], squeeze=False).flat)
+        count, _, _ = picture.shape
+        grid = figure.subplots(1, count, squeeze=False)
+        panels = list(grid.flat)
         for axes, values, title in zip(panels, picture.values, picture.panels, strict=True):
             image = _draw(picture, values, axes)
             axes.set_title(title)
@@ -69,10 +76,13 @@ def _draw(picture: Picture, values: Floats, axes: Axes) -> AxesImage:
     """Draw the numbers of one panel, `row column`, and return the image."""
     numbers = np.ma.masked_invalid(values)
     low, high = picture.scale
-    image = axes.imshow(numbers, "coolwarm" if picture.signed else "viridis", vmin=low, vmax=high)
-    axes.set(xlabel=picture.columns.name, ylabel=picture.rows.name)
-    if picture.columns.labels:
-        axes.set_xticks(range(values.shape[1]), picture.columns.labels, rotation=90)
-    if picture.rows.labels:
-        axes.set_yticks(range(values.shape[0]), picture.rows.labels)
+    colours = "coolwarm" if picture.signed else "viridis"
+    image = axes.imshow(numbers, colours, vmin=low, vmax=high)
+    rows, columns = picture.rows, picture.columns
+    axes.set(xlabel=columns.name, ylabel=rows.name)
+    height, width = values.shape
+    if columns.labels:
+        axes.set_xticks(range(width), columns.labels, rotation=90)
+    if rows.labels:
+        axes.set_yticks(range(height), rows.labels)
     return image

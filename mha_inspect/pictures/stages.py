@@ -56,17 +56,18 @@ class Attended:
         if batch_row not in range(items):
             raise SpecError(f"batch item {batch_row} does not exist: the batch has {items}, counted from 0.")
         panels = self._panels(stage, tensor[batch_row])
+        num_panels, height, width = panels.shape
         names = re.findall(r"\w+", CANONICAL_AXES[stage])
         has_heads = "heads" in names or "kv_heads" in names
-        chosen = list(range(len(panels)))
+        chosen = list(range(num_panels))
         if has_heads and heads is not None:
-            chosen = _existing(heads, stage, len(panels))
-        rows = _axis("query" if "query" in names else "key", panels.shape[1], labels)
-        columns = _axis(names[-1], panels.shape[2], labels)
+            chosen = _existing(heads, stage, num_panels)
+        rows = _axis("query" if "query" in names else "key", height, labels)
+        columns = _axis(names[-1], width, labels)
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
-                f"{len(labels)} tokens fit no axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
-                f"and {panels.shape[2]} of {columns.name}. Give one token for each."
+                f"{len(labels)} tokens fit no axis of {stage}: it has {height} places of {rows.name} "
+                f"and {width} of {columns.name}. Give one token for each."
             )
         if not title:
             title = f"{stage} of {self.name}" if self.name else stage
@@ -85,12 +86,14 @@ class Attended:
 
         A stage without heads is one panel, and so is one whose features do not split into the heads.
         """
-        if "(" in CANONICAL_AXES[stage]:
-            heads = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
-            splits = item.shape[-1] % max(heads, 1) == 0
-            pattern = "position (head feature) -> head position feature"
-            return rearrange(item, pattern, head=heads if splits else 1)
-        return item[None] if item.dim() < 3 else item
+        is_packed = "(" in CANONICAL_AXES[stage]
+        if not is_packed:
+            return item[None] if item.dim() < 3 else item
+        is_of_keys = stage in ("k_proj", "v_proj")
+        heads = self.num_kv_heads if is_of_keys else self.num_heads
+        features = item.shape[-1]
+        panels = heads if features % max(heads, 1) == 0 else 1
+        return rearrange(item, "position (head feature) -> head position feature", head=panels)
 
     def _which(self, batch_row: int, count: int) -> str:
         """Return which of the batch items is drawn, or which window of which item."""
@@ -128,8 +131,10 @@ def _existing(heads: Sequence[int], stage: str, count: int) -> list[int]:
 
 def _axis(name: str, size: int, labels: Sequence[str]) -> PictureAxis:
     """Return an axis, with the labels of the tokens if it is one of positions and there are as many."""
-    fits = name in ("query", "key") and len(labels) == size
-    return PictureAxis(name, tuple(labels) if fits else ())
+    has_tokens = name in ("query", "key")
+    if has_tokens and len(labels) == size:
+        return PictureAxis(name, tuple(labels))
+    return PictureAxis(name)
 
 
 def for_viewer(
@@ -146,19 +151,21 @@ def for_viewer(
     `attention`, `stage` and `head` are shown first. The pictures are of batch item 0; labels that fit no axis of a
     stage are ignored.
     """
-    from .viewer import storages, viewer_data
+    from .viewer import SizeOfStage, storages, viewer_data
 
     names = [*dict.fromkeys((*_IN_A_PAGE, *more))]
-    sizes: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, SizeOfStage] = {}
     for item in attended:
         for name, tensor in _filled(item, names).items():
-            elements, panels = sizes.get(name, (0, 0))
-            heads = len(tensor[0]) if tensor.dim() == 4 else 1
-            sizes[name] = elements + tensor[0].numel(), panels + heads
+            before = sizes.get(name, SizeOfStage(elements=0, panels=0))
+            first_item = tensor[0]
+            heads = len(first_item) if tensor.dim() == 4 else 1
+            sizes[name] = SizeOfStage(before.elements + first_item.numel(), before.panels + heads)
     if not sizes:
         return None
-    named = ((item.name or "attention", _pictures(item, names, labels)) for item in attended)
-    return viewer_data(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
+    pictures = ((item.name or "attention", _pictures(item, names, labels)) for item in attended)
+    shown_first = {"attention": attention, "stage": stage, "head": head}
+    return viewer_data(pictures, storages(sizes), shown_first)
 
 
 def _filled(attended: Attended, names: Iterable[str]) -> dict[str, Tensor]:
@@ -172,11 +179,13 @@ def _filled(attended: Attended, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _pictures(attended: Attended, names: Iterable[str], labels: Sequence[str]) -> list[Picture]:
+    """Return the pictures of an attention, titled with their stages, with the labels where they fit."""
     # Only the shapes are kept: a picture computes its stage again.
     shapes = {name: tensor.shape for name, tensor in _filled(attended, names).items()}
     pictures = []
     for name, shape in shapes.items():
-        fitting = labels if len(labels) in shape[-2:] else ()
+        rows_and_columns = shape[-2:]
+        fitting = labels if len(labels) in rows_and_columns else ()
         pictures.append(attended.picture(name, labels=fitting, title=name))
     return pictures
 
@@ -208,7 +217,10 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     masked = scores[place].detach() < -_FAR
     unmasked = contents.get("scores")
     if unmasked is not None and unmasked.shape == scores.shape:
-        masked &= unmasked[place].detach() >= -_FAR
+        was_seen = unmasked[place].detach() >= -_FAR
+        masked &= was_seen
     if stage == "masked_scores":
         return masked
-    return masked & (contents[stage][batch_row].detach() == 0)
+    weights = contents[stage][batch_row].detach()
+    has_no_weight = weights == 0
+    return masked & has_no_weight

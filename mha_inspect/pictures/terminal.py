@@ -10,10 +10,12 @@ from textwrap import wrap
 import numpy as np
 
 from ..text import cells, fitting, plural
-from .grid import RAMP, SPECIAL, Depth, Picture, PictureAxis, codes, reduced, steps
+from .grid import INFINITE, MASKED, NAN, RAMP, SPECIAL, Depth, Picture, PictureAxis, codes, reduced, steps
 
 WIDTH = 80
 """Columns of the page if its width is unknown."""
+NARROWEST = 20
+"""The fewest columns of a picture, however narrow the page is."""
 GAP = 2
 """Columns between two panels."""
 SIDE = 22
@@ -27,9 +29,9 @@ BAR = 24
 
 _RESET = "\x1b[0m"
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-_MASKED, _NAN, _INFINITE, _NONE = -1, -2, -3, -9
-"""Steps without a colour; the last is below the last row."""
-_INKLESS = {_MASKED: " ", _NAN: "?", _INFINITE: "!"}
+_NONE = -9
+"""The step of a cell below the last row, which has no colour."""
+_INKLESS = {MASKED: " ", NAN: "?", INFINITE: "!"}
 _TICK = 4
 """Lines between two row numbers."""
 
@@ -39,8 +41,11 @@ def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none") -
 
     Masked cells have no colour: a dot if both cells of a character are masked, and blank without colours.
     """
-    drawing = _Drawing(picture, WIDTH if width is None else max(width, 20), depth)
-    return "\n".join(line.rstrip(" ") for line in drawing.lines()) + "\n"
+    columns = WIDTH if width is None else max(width, NARROWEST)
+    text = ""
+    for line in _Drawing(picture, columns, depth).lines():
+        text += line.rstrip(" ") + "\n"
+    return text
 
 
 class _Drawing:
@@ -52,9 +57,10 @@ class _Drawing:
         self.is_inked = depth != "none"
         """Whether cells have colours."""
         self.codes = () if depth == "none" else codes(picture.signed, depth)
-        self.count = len(self.codes or RAMP)
+        self.count = len(self.codes) if self.codes else len(RAMP)
         """Number of steps of the colour map."""
-        self.gutter = _gutter(picture.rows, picture.columns, picture.shape[1])
+        _, height, _ = picture.shape
+        self.gutter = _gutter(picture.rows, picture.columns, height)
         """The columns left of the panels."""
         self.widest_name = max(map(cells, picture.panels))
         self.zoom = 2 if self._has_room_for_wide_cells() else 1
@@ -76,23 +82,32 @@ class _Drawing:
     def _panels_in_a_row(self) -> int:
         count, _, across = self.picture.shape
         least = 2 * across if self.zoom > 1 else min(across, SIDE)
-        side = max(least, self.widest_name)
-        fit = (self.width - self.gutter + GAP) // (side + GAP)
-        return max(min(count, fit), 1)
+        side = max(least, self.widest_name) + GAP
+        fitting = self._width_of_panels() // side
+        return max(min(count, fitting), 1)
+
+    def _width_of_panels(self) -> int:
+        """Return the columns for panels that have a gap after each, as if there was one after the last."""
+        return self.width - self.gutter + GAP
 
     def room(self, beside: int) -> int:
-        return (self.width - self.gutter + GAP) // beside - GAP
+        """Return the columns of a panel if so many are beside each other."""
+        return self._width_of_panels() // beside - GAP
 
     def lines(self) -> list[str]:
+        """Return the panels, as many beside each other as fit, and below them the legend."""
+        picture = self.picture
         down, across = self._most_cells()
-        values, block = reduced(self.picture.values, down, across)
-        panels = steps(values, self.picture.scale, self.count).tolist()
+        values, block = reduced(picture.values, down, across)
+        panels = steps(values, picture.scale, self.count).tolist()
         lines: list[str] = []
         for first in range(0, len(panels), self.beside):
-            beside = slice(first, first + self.beside)
-            lines += self.band(self.picture.panels[beside], panels[beside], block)
+            last = first + self.beside
+            names = picture.panels[first:last]
+            lines += self.band(names, panels[first:last], block)
             lines.append("")
-        return [*lines, *self.legend(block)]
+        lines += self.legend(block)
+        return lines
 
     def _most_cells(self) -> tuple[int, int]:
         """Return the most cells of a panel, down and across."""
@@ -109,27 +124,33 @@ class _Drawing:
     def band(self, names: Sequence[str], panels: Sequence[list[list[int]]], block: tuple[int, int]) -> list[str]:
         """Return panels in a row, between their names and the numbers or labels of their columns."""
         rows, columns = self.picture.rows, self.picture.columns
-        count = len(panels[0][0])
-        across = max(count * self.zoom, min(self.widest_name, self.room(self.beside)))
+        rows_in_cell, columns_in_cell = block
+        first_row = panels[0][0]
+        count = len(first_row)
+        room_for_name = min(self.widest_name, self.room(self.beside))
+        across = max(count * self.zoom, room_for_name)
         titles = [_cut(name, across) for name in names]
         lines = [self._line(f"{rows.name} ↓", titles, across)]
         bodies = [self.panel(panel) for panel in panels]
         height = len(bodies[0])
         for number, parts in enumerate(zip(*bodies, strict=True)):
-            tick = self._tick(number, height, block[0])
+            tick = self._tick(number, height, rows_in_cell)
             lines.append(self._line(tick, parts, across))
         left = f"{columns.name} →"
-        for ticks in _across(columns, count, block[1], self.zoom):
-            lines.append(self._line(left, [ticks] * len(panels), across))
+        for ticks in _across(columns, count, columns_in_cell, self.zoom):
+            same_below_each = [ticks] * len(panels)
+            lines.append(self._line(left, same_below_each, across))
             left = ""
         return lines
 
     def _line(self, left: str, parts: Iterable[str], across: int) -> str:
         """Return a line of panels that are so many columns `across`, with a text left of them."""
-        margin = " " * (self.gutter - 1 - cells(left))
+        # One column of the gutter is between the text and the panels.
+        room = self.gutter - 1
+        margin = " " * (room - cells(left))
         gap = " " * GAP
-        panels = gap.join(_padded(part, across) for part in parts)
-        return f"{margin}{left} {panels}"
+        padded = [_padded(part, across) for part in parts]
+        return f"{margin}{left} {gap.join(padded)}"
 
     def _tick(self, number: int, height: int, size: int) -> str:
         """Return the label or the number of the row that begins in a line; empty between two row numbers.
@@ -139,7 +160,8 @@ class _Drawing:
         labels = self.picture.rows.labels
         row = number if self.is_tall else 2 * number
         if labels:
-            return _cut(_label(labels, row, size), WIDEST_LABEL)
+            label = _label(labels, row, size)
+            return _cut(label, WIDEST_LABEL)
         if number % _TICK == 0 or height <= _TICK:
             return str(row * size)
         return ""
@@ -149,13 +171,16 @@ class _Drawing:
         if not self.is_inked:
             lines = []
             for row in rows:
-                lines.append("".join(_character(step) * self.zoom for step in row))
+                characters = [_character(step) * self.zoom for step in row]
+                lines.append("".join(characters))
             return lines
         if self.zoom > 1:
             wide = [np.repeat(row, 2).tolist() for row in rows]
             return [self.pairs(row, row) for row in wide]
+        upper_rows = rows[::2]
+        lower_rows = rows[1::2]
         below_last = [_NONE] * len(rows[0])
-        pairs = zip_longest(rows[::2], rows[1::2], fillvalue=below_last)
+        pairs = zip_longest(upper_rows, lower_rows, fillvalue=below_last)
         return [self.pairs(upper, lower) for upper, lower in pairs]
 
     def pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
@@ -168,27 +193,34 @@ class _Drawing:
                 parts.append(f"\x1b[0;{style}m" if style else _RESET)
                 before = style
             parts.append(character)
-        return "".join([*parts, _RESET] if before else parts)
+        if before:
+            parts.append(_RESET)
+        return "".join(parts)
 
     def character(self, above: int, below: int) -> tuple[str, str]:
         """Return the style and the character of two cells, one above the other."""
         upper, lower = self._code(above), self._code(below)
         if not upper and not lower:
-            return "", "·" if _MASKED in (above, below) else " "
+            is_masked = MASKED in (above, below)
+            return "", "·" if is_masked else " "
         if not lower:
             return f"38;{upper}", "▀"
         if not upper:
             return f"38;{lower}", "▄"
         # Different characters, not only different colours.
-        if above == below == _NAN:
-            return f"38;5;16;48;{upper}", "×"
-        if above == below == _INFINITE:
-            return f"38;5;16;48;{upper}", "+"
+        black_on_colour = f"38;5;16;48;{upper}"
+        if above == below == NAN:
+            return black_on_colour, "×"
+        if above == below == INFINITE:
+            return black_on_colour, "+"
         return f"38;{upper};48;{lower}", "▀"
 
     def _code(self, step: int) -> str:
         """Return the colour of a cell; empty if it has none."""
-        return self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "")
+        if step >= 0:
+            return self.codes[step]
+        special = SPECIAL[self.depth]
+        return special.get(step, "")
 
     def legend(self, block: tuple[int, int]) -> list[str]:
         """Return the meaning of the colours, and the notes."""
@@ -205,14 +237,17 @@ class _Drawing:
 
     def _scale(self) -> list[str]:
         """Return the title with the colour scale between its ends."""
-        picture, span = self.picture, self.picture.range
-        title = picture.title
+        picture = self.picture
+        title, span = picture.title, picture.range
         if span.nan + span.infinite + span.masked == picture.values.size:
             return [f"{title}: every element is masked, NaN or inf"]
-        low, high = map(number, picture.scale)
-        if picture.scale[0] == picture.scale[1]:
-            return [f"{title}: every number is {low} {self.swatch(self._step_of(picture.scale[0]))}"]
-        room = self.width - cells(f"{low}  {high}")
+        first, last = picture.scale
+        low, high = number(first), number(last)
+        if first == last:
+            step = self._step_of(first)
+            return [f"{title}: every number is {low} {self.swatch(step)}"]
+        ends = f"{low}  {high}"
+        room = self.width - cells(ends)
         room_beside = room - cells(title) - 2
         if room_beside >= BAR // 2:
             parts = [f"{title}  {low} {self.bar(room_beside)} {high}"]
@@ -235,21 +270,27 @@ class _Drawing:
         if span.masked:
             yield "·: masked" if self.is_inked else "blank: masked"
         if span.nan:
-            sign = f"{self.swatch(_NAN)} magenta" if self.is_inked else self.swatch(_NAN)
-            yield f"{sign}: NaN, {plural(span.nan, 'element')}"
+            yield f"{self._sign(NAN, 'magenta')}: NaN, {plural(span.nan, 'element')}"
         if span.infinite:
-            sign = f"{self.swatch(_INFINITE)} white" if self.is_inked else self.swatch(_INFINITE)
-            yield f"{sign}: inf, {plural(span.infinite, 'element')}"
+            yield f"{self._sign(INFINITE, 'white')}: inf, {plural(span.infinite, 'element')}"
+
+    def _sign(self, step: int, colour: str) -> str:
+        """Return the sign of a step, with the name of its colour where there are colours."""
+        swatch = self.swatch(step)
+        return f"{swatch} {colour}" if self.is_inked else swatch
 
     def _notes(self, block: tuple[int, int]) -> Iterator[str]:
+        """Yield how many elements a cell has, if it has several, and the notes of the picture."""
         picture = self.picture
-        if block != (1, 1):
+        height, width = block
+        if height > 1 or width > 1:
             _, rows, columns = picture.shape
-            size = f"{block[0]} × {block[1]} elements ({picture.rows.name} × {picture.columns.name})"
-            yield f"Each cell is the largest of {size}: {rows:,} × {columns:,} do not fit."
+            elements = f"{height} × {width} elements ({picture.rows.name} × {picture.columns.name})"
+            yield f"Each cell is the largest of {elements}: {rows:,} × {columns:,} do not fit."
         yield from picture.notes
 
     def bar(self, room: int) -> str:
+        """Return the colour scale, in at most so many columns."""
         if not self.is_inked:
             return RAMP
         size = max(min(BAR, room), 2)
@@ -257,9 +298,11 @@ class _Drawing:
         return self.pairs(places, places)
 
     def swatch(self, step: int) -> str:
+        """Return a sample of a colour, two columns wide; its character if there are no colours."""
         if not self.is_inked:
             return _character(step)
-        return self.pairs([step, step], [step, step])
+        wide = [step, step]
+        return self.pairs(wide, wide)
 
 
 def number(value: float) -> str:
@@ -269,7 +312,9 @@ def number(value: float) -> str:
 
 def _gutter(rows: PictureAxis, columns: PictureAxis, height: int) -> int:
     """Return the columns left of the panels: room for the row numbers, the row labels and both names."""
-    widths = [len(str(height - 1)), cells(rows.name) + 2, cells(columns.name) + 2]
+    last_number = str(height - 1)
+    # An arrow follows each name.
+    widths = [len(last_number), cells(rows.name) + 2, cells(columns.name) + 2]
     for label in rows.labels:
         widths.append(min(cells(label), WIDEST_LABEL))
     return max(widths) + 1
@@ -282,11 +327,14 @@ def _character(step: int) -> str:
 
 def _width(text: str) -> int:
     """Return the columns of a text with escape sequences."""
-    return cells(_ESCAPE.sub("", text))
+    shown = _ESCAPE.sub("", text)
+    return cells(shown)
 
 
 def _padded(text: str, width: int) -> str:
-    return text + " " * (width - _width(text))
+    """Return the text with spaces up to a width."""
+    missing = width - _width(text)
+    return text + " " * missing
 
 
 def _label(labels: tuple[str, ...], cell: int, size: int) -> str:
@@ -300,13 +348,18 @@ def _label(labels: tuple[str, ...], cell: int, size: int) -> str:
 def _across(axis: PictureAxis, count: int, size: int, zoom: int) -> list[str]:
     """Return the lines below a panel: numbers with enough distance, or labels downwards, one character in a line."""
     if axis.labels:
-        return _downwards([_label(axis.labels, cell, size) for cell in range(count)], zoom)
-    widest = len(str((count - 1) * size)) + 1
+        labels = [_label(axis.labels, cell, size) for cell in range(count)]
+        return _downwards(labels, zoom)
+    last_number = str((count - 1) * size)
+    distance = _distance(len(last_number) + 1, zoom)
+    if distance is None:
+        distance = max(count, 1)
     line = ""
-    for cell in range(0, count, _distance(widest, zoom) or max(count, 1)):
+    for cell in range(0, count, distance):
         text = str(cell * size)
-        if cell * zoom + len(text) <= count * zoom:
-            line = line.ljust(cell * zoom) + text
+        start = cell * zoom
+        if start + len(text) <= count * zoom:
+            line = line.ljust(start) + text
     return [line]
 
 
@@ -314,9 +367,14 @@ def _downwards(labels: Iterable[str], zoom: int) -> list[str]:
     """Return the lines of labels that are written downwards, each in the columns of a cell."""
     columns = []
     for label in labels:
-        characters = [character for character in _cut(label, LONGEST_LABEL * 2) if cells(character)]
-        # A dot replaces a character that is too wide.
-        column = [character if cells(character) <= zoom else "·" for character in characters]
+        column = []
+        for character in _cut(label, LONGEST_LABEL * 2):
+            width = cells(character)
+            # A dot replaces a character that is too wide; one without a width belongs to the one before it.
+            if width > zoom:
+                column.append("·")
+            elif width:
+                column.append(character)
         columns.append(column[:LONGEST_LABEL])
     lines = []
     for row in zip_longest(*columns, fillvalue=" "):
@@ -334,4 +392,7 @@ def _distance(widest: int, zoom: int) -> int | None:
 
 def _cut(text: str, room: int) -> str:
     """Return the text cut to `room` columns, with an ellipsis if it was longer."""
-    return text if cells(text) <= room else text[: fitting(text, room - 1)] + "…"
+    if cells(text) <= room:
+        return text
+    end = fitting(text, room - 1)
+    return text[:end] + "…"

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..text import printable
 from .grid import Floats, Picture, Range, hex_table, range_of, reduced
@@ -23,6 +24,13 @@ from .terminal import number
 
 ROOM = 12_000_000
 """Bytes of elements in a page before base64, which needs a third more."""
+
+
+class SizeOfStage(NamedTuple):
+    """How much there is of a stage in all attentions."""
+
+    elements: int
+    panels: int
 
 
 class Storage(NamedTuple):
@@ -33,25 +41,37 @@ class Storage(NamedTuple):
     """The most cells along each side of a panel; None if every element is stored."""
 
 
-def storages(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Storage]:
+def storages(sizes: Mapping[str, SizeOfStage]) -> dict[str, Storage]:
     """Return the storage of each stage, given its numbers of elements and panels in all attentions.
 
     If the elements exceed `ROOM`, half of the room is for the weights.
     """
-    total = sum(elements for elements, _ in sizes.values())
+    total = sum(size.elements for size in sizes.values())
     if total <= ROOM:
-        return dict.fromkeys(sizes, Storage(16 if 2 * total <= ROOM else 8, None))
+        every_element = Storage(_bits(total, ROOM), cells=None)
+        return dict.fromkeys(sizes, every_element)
     shares = dict.fromkeys(sizes, 1)
     if "weights" in sizes and len(sizes) > 1:
         shares["weights"] = len(sizes) - 1
+    all_shares = sum(shares.values())
     stored = {}
-    for name, (elements, panels) in sizes.items():
-        room = ROOM * shares[name] // sum(shares.values())
-        cells = None
-        if elements > room:
-            cells = max(int((room / max(panels, 1)) ** 0.5), 1)
-        stored[name] = Storage(16 if 2 * elements <= room else 8, cells)
+    for name, size in sizes.items():
+        room = ROOM * shares[name] // all_shares
+        cells = _cells_along_side(size.panels, room) if size.elements > room else None
+        stored[name] = Storage(_bits(size.elements, room), cells)
     return stored
+
+
+def _bits(elements: int, room: int) -> int:
+    """Return the bits of an element: 16 if so many fit in these bytes, else 8."""
+    bytes_of_16_bits = 2 * elements
+    return 16 if bytes_of_16_bits <= room else 8
+
+
+def _cells_along_side(panels: int, room: int) -> int:
+    """Return the cells along each side of square panels that fit in these bytes: 10 for 4 panels in 400."""
+    room_of_panel = room / max(panels, 1)
+    return max(int(room_of_panel**0.5), 1)
 
 
 def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
@@ -61,14 +81,20 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     from `low` to `high` in equal steps.
     """
     _, rows, columns = picture.shape
-    values, block = reduced(picture.values, how.cells or rows, how.cells or columns)
+    if how.cells is None:
+        values, block = reduced(picture.values, rows, columns)
+    else:
+        values, block = reduced(picture.values, how.cells, how.cells)
     ranges = [range_of(panel) for panel in values]
-    low, high = [panel.least for panel in ranges], [panel.most for panel in ranges]
+    low = [panel.least for panel in ranges]
+    high = [panel.most for panel in ranges]
+    data = base64.b64encode(_codes(values, low, high, how.bits))
+    _, cells_down, cells_across = values.shape
     return {
         "stage": picture.title,
         "axes": [picture.rows.name, picture.columns.name],
         "size": [rows, columns],
-        "cells": [values.shape[1], values.shape[2]],
+        "cells": [cells_down, cells_across],
         "block": list(block),
         "bits": how.bits,
         "signed": picture.signed,
@@ -78,23 +104,29 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
         "high": high,
         "signs": _signs(picture.range),
         "notes": [*_notes(picture, ranges, block, how.bits), *picture.notes],
-        "data": base64.b64encode(_codes(values, low, high, how.bits)).decode(),
+        "data": data.decode(),
     }
 
 
 def _codes(values: Floats, low: Sequence[float], high: Sequence[float], bits: int) -> bytes:
     """Return the codes of all elements, `panel row column`; each panel has the range from its low to its high."""
     most = _most(bits)
-    start = np.array(low, np.float64)[:, None, None]
-    width = np.array(high, np.float64)[:, None, None] - start
+    start = _for_each_panel(low)
+    width = _for_each_panel(high) - start
+    width[width <= 0] = 1
     with np.errstate(invalid="ignore"):
-        parts = (values - start) / np.where(width > 0, width, 1)
+        parts = (values - start) / width
         places = np.round(parts * (most - 1)) + 1
     finite = np.nan_to_num(places, nan=0, posinf=0, neginf=0)
     codes = finite.astype("<u2" if bits == 16 else "u1")
     codes[values == np.inf] = most + 1
     codes[np.isnan(values)] = most + 2
     return codes.tobytes()
+
+
+def _for_each_panel(numbers: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return a number for each panel as `panel 1 1`, against which `panel row column` is broadcast."""
+    return np.array(numbers, np.float64).reshape(-1, 1, 1)
 
 
 def _most(bits: int) -> int:
@@ -107,14 +139,16 @@ def _notes(picture: Picture, ranges: Iterable[Range], block: tuple[int, int], bi
     whole = picture.range
     if whole.least < whole.most:
         yield f"All heads together: from {number(whole.least)} to {number(whole.most)}."
-    if block != (1, 1):
+    height, width = block
+    if height > 1 or width > 1:
         _, rows, columns = picture.shape
         yield (
-            f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
+            f"Each cell is the largest of {height} × {width} elements ({picture.rows.name} × "
             f"{picture.columns.name}). All {rows:,} × {columns:,} for each head would make the page too large."
         )
     widest = max(panel.most - panel.least for panel in ranges)
-    yield f"Stored in {bits} bits, rounded by at most {number(widest / (_most(bits) - 1) / 2)}."
+    step = widest / (_most(bits) - 1)
+    yield f"Stored in {bits} bits, rounded by at most {number(step / 2)}."
 
 
 def _signs(span: Range) -> list[list[str]]:
@@ -147,8 +181,13 @@ def viewer_data(
                     tokens[axis.name] = list(axis.labels)
         if stages:
             shown.append({"name": printable(name), "stages": stages})
-    colours = ["".join(hex_table(signed)) for signed in (False, True)]
-    return {"attentions": shown, "tokens": tokens, "colours": colours, "first": dict(first)}
+    of_positive, of_signed = hex_table(False), hex_table(True)
+    return {
+        "attentions": shown,
+        "tokens": tokens,
+        "colours": ["".join(of_positive), "".join(of_signed)],
+        "first": dict(first),
+    }
 
 
 def fragment(data: Mapping[str, Any]) -> str:
@@ -156,7 +195,8 @@ def fragment(data: Mapping[str, Any]) -> str:
     # Characters that could end the element or start another one are written as JSON escapes.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
+        escape = f"\\u{ord(character):04x}"
+        text = text.replace(character, escape)
     return (
         f"<style>{_file('viewer.css')}</style>\n{_file('viewer.html')}"
         f'<script type="application/json" id="mha-viewer-data">{text}</script>\n<script>{_file("viewer.js")}</script>\n'
@@ -165,17 +205,20 @@ def fragment(data: Mapping[str, Any]) -> str:
 
 def policy() -> str:
     """Return the content security policy of the page: the viewer's own script and styles, and no other resources."""
-    script = base64.b64encode(hashlib.sha256(_file("viewer.js").encode()).digest()).decode()
+    digest = hashlib.sha256(_file("viewer.js").encode()).digest()
+    script = base64.b64encode(digest).decode()
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'"
     return f'<meta http-equiv="Content-Security-Policy" content="{allowed}; form-action \'none\'">\n'
 
 
 def with_viewer(page: str, data: Mapping[str, Any]) -> str:
     """Return a whole page with the viewer at its end."""
-    head, _, rest = page.partition('<meta name="viewport"')
+    viewport = '<meta name="viewport"'
+    link = '<p><a href="#mha-viewer-title">What the heads look at</a></p>'
+    head, _, rest = page.partition(viewport)
     body, _, end = rest.rpartition("</body>")
-    body = body.replace("<body>", '<body>\n<p><a href="#mha-viewer-title">What the heads look at</a></p>', 1)
-    return f'{head}{policy()}<meta name="viewport"{body}{fragment(data)}</body>{end}'
+    body = body.replace("<body>", f"<body>\n{link}", 1)
+    return f"{head}{policy()}{viewport}{body}{fragment(data)}</body>{end}"
 
 
 def frame(data: Mapping[str, Any]) -> str:
@@ -192,4 +235,5 @@ def frame(data: Mapping[str, Any]) -> str:
 
 @cache
 def _file(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    file = files(__package__).joinpath(name)
+    return file.read_text(encoding="utf-8")

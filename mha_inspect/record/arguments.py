@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -101,12 +102,14 @@ def dense(tensor: Tensor) -> Tensor:
 
 def described(values: Mapping[str, Any]) -> str:
     """Return arguments by name as text, each tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
-    return ", ".join(f"{name} {_described(value)}" for name, value in values.items())
+    texts = [f"{name} {_described(value)}" for name, value in values.items()]
+    return ", ".join(texts)
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {list(value.shape)}"
     if type(value) in (list, tuple):
         return f"({', '.join(map(_described, value))})"
     if isinstance(value, dict):
@@ -135,7 +138,8 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def cast_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None) -> nn.Module:
     """Convert the parameters and buffers of a module in place, as `cast_tensors` does, and return it."""
-    converted: nn.Module = module._apply(lambda tensor: _cast(tensor, dtype, device))
+    cast_to = partial(_cast, dtype=dtype, device=device)
+    converted: nn.Module = module._apply(cast_to)
     return converted
 
 
@@ -183,7 +187,9 @@ def with_copies(value: T) -> T:
 
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Return whether elements of a tensor share memory, as in `torch.ones(1).expand(4)`."""
-    return tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+    if tensor.layout != torch.strided or tensor.numel() < 2:
+        return False
+    return 0 in tensor.stride()
 
 
 def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:

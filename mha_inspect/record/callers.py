@@ -164,5 +164,8 @@ def _called(frame: FrameType) -> Any:
 def _period(names: Sequence[str]) -> int:
     """Return the length of the shortest sequence whose repetitions are the names; the full length if none repeats."""
     whole = len(names)
-    lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
-    return next((size for size in lengths if names[size:] == names[:-size]), whole)
+    for size in range(1, whole // 2 + 1):
+        repeats = whole % size == 0 and names[size:] == names[:-size]
+        if repeats:
+            return size
+    return whole

@@ -114,8 +114,11 @@ An operation that is neither here nor tagged keeps the axes of its input if it k
 def _read(table: tuple[str, ...]) -> dict[str, tuple[str, frozenset[str]]]:
     """Return the rule and the traits of each operation in the table."""
     operations = {}
-    for names, axes, traits in (row.split("|") for row in table):
-        operations.update(dict.fromkeys(names.split(), (axes.strip().strip("-"), frozenset(traits.split()))))
+    for row in table:
+        names, axes, traits = row.split("|")
+        rule = axes.strip().strip("-")
+        for name in names.split():
+            operations[name] = rule, frozenset(traits.split())
     return operations
 
 
@@ -191,8 +194,11 @@ def fused(name: str) -> Fused | None:
     """Return the fused kernel of this name; None for any other operation."""
     if "backward" in name or name.startswith("aten._scaled_dot_product_attention_math."):
         return None  # the operations of the math path are recorded one by one
-    fused_kernel = next((kernel for start, kernel in _FUSED.items() if name.startswith(start)), None)
-    return None if fused_kernel and fused_kernel.way == "reopen" and name.endswith(".out") else fused_kernel
+    for start, kernel in _FUSED.items():
+        if name.startswith(start):
+            is_reopened_out = kernel.way == "reopen" and name.endswith(".out")
+            return None if is_reopened_out else kernel
+    return None
 
 
 # -- what torch says --------------------------------------------------------------------------------------------------
@@ -254,13 +260,12 @@ def _inspect(func: Any) -> About:
 
     base_name = name.split(".")[1]
     kernel, composite = fused(name), has_kernel(func.name(), "CompositeImplicitAutograd")
-    written = tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    written = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((place, argument.name))
     if name.startswith("c10d.") and base_name.endswith("_"):
-        written = ((0, func._schema.arguments[0].name),)  # the schema does not say that a collective writes
+        written = [(0, func._schema.arguments[0].name)]  # the schema does not say that a collective writes
     return About(
         func,
         func._op,
@@ -269,7 +274,7 @@ def _inspect(func: Any) -> About:
         pointwise=torch.Tag.pointwise in func.tags or base_name in _UNTAGGED,
         composite=composite,
         makes_views=has_kernel(func.name(), "ADInplaceOrView"),
-        written=() if name.startswith("fsdp.") else written,  # FSDP puts the same parameters there again
+        written=() if name.startswith("fsdp.") else tuple(written),  # FSDP puts the same parameters there again
         fused=kernel,
         copies="copies" in traits(base_name),
         weighs=base_name in _WEIGHS,

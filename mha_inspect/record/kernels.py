@@ -54,19 +54,30 @@ class AttentionCall(NamedTuple):
     @property
     def scores_shape(self) -> tuple[int, ...]:
         """`... heads query key`."""
-        return (*self.query.shape[:-1], self.key.shape[-2])
+        *before, queries, _ = self.query.shape
+        keys = self.key.shape[-2]
+        return (*before, queries, keys)
 
     @property
     def is_plainly_causal(self) -> bool:
         """Whether the mask is a lower triangle that starts at the first query and key."""
-        aligned = self.from_end or self.starts is not None or max(self.window) >= 0
-        return self.causal and not aligned and self.few is None
+        if not self.causal or self.few is not None:
+            return False
+        starts_elsewhere = self.from_end or self.starts is not None
+        return not starts_elsewhere and not self.has_window
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query may attend to a limited number of keys before or after it only."""
+        return max(self.window) >= 0
 
     def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
         """Compute the attention step by step; with `dtype`, both the steps and the result are in that dtype."""
         product = attention(do, self.heads_first(do), dtype, described=described)
         product = _in_dtype(do, product, dtype or self.query.dtype)
-        return (do(_A.transpose.int, product, -3, -2) if self.rows_first else product,)
+        if self.rows_first:
+            product = _swapped(do, product)
+        return (product,)
 
     def size(self, results: Sequence[Tensor]) -> int:
         """Return the bytes of the largest step, the scores."""
@@ -76,8 +87,12 @@ class AttentionCall(NamedTuple):
         """Return the same call with the heads dimension before the rows."""
         if not self.rows_first:
             return self
-        query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
-        return self._replace(query=query, key=key, value=value, rows_first=False)
+        return self._replace(
+            query=_swapped(do, self.query),
+            key=_swapped(do, self.key),
+            value=_swapped(do, self.value),
+            rows_first=False,
+        )
 
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
@@ -92,15 +107,18 @@ class AttentionCall(NamedTuple):
             compared = [tensor.transpose(-3, -2) for tensor in compared]
         result = compared[0]
         *shape, count, width = result.shape
-        number, query = turn % math.prod(shape), count - 1
+        number = turn % math.prod(shape)
+        query = count - 1
         if steps is not None:
             difference = (result - compared[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
-            number, query = divmod(int(difference.argmax()) // width, count)
+            row = int(difference.argmax()) // width
+            number, query = divmod(row, count)
         head = tuple(map(int, np.unravel_index(number, shape)))
         step = max(1, count // FEW)
         rows = range(query % step, count, step)
         few = asked._of_rows(head, rows, tuple(shape))
-        return few._replace(few=(rows, count)), (_of_head(result, head, rows),)
+        rows_of_result = _of_head(result, head, rows)
+        return few._replace(few=(rows, count)), (rows_of_result,)
 
     def _of_rows(self, head: tuple[int, ...], rows: range, shape: tuple[int, ...]) -> AttentionCall:
         """Return the call for some queries of one head, with all of its keys, which have the shape `... heads`.
@@ -109,13 +127,15 @@ class AttentionCall(NamedTuple):
         """
         kv_head = head
         if head:
-            group = self.query.shape[-3] // self.key.shape[-3]
-            kv_head = (*head[:-1], head[-1] // group)
+            group = _heads_of(self.query) // _heads_of(self.key)
+            *item, query_head = head
+            kv_head = (*item, query_head // group)
         keys = range(self.key.shape[-2])
         bias = self.bias
         if bias is not None:
+            is_same_for_all_queries = bias.shape[-2] == 1
             bias = bias.expand(*shape, *bias.shape[-2:])
-            bias = _of_head(bias, head, rows if bias.shape[-2] > 1 else range(1))
+            bias = _of_head(bias, head, range(1) if is_same_for_all_queries else rows)
         return self._replace(
             query=_of_head(self.query, head, rows),
             key=_of_head(self.key, kv_head, keys),
@@ -125,7 +145,7 @@ class AttentionCall(NamedTuple):
 
     def allowed(self, rows: Tensor) -> Tensor | None:
         """Return which keys these queries may attend to, ignoring the bias: `query key`; None if every key."""
-        if not self.causal and self.starts is None and max(self.window) < 0:
+        if not self.causal and self.starts is None and not self.has_window:
             return None
         distance, allowed = self._distances(rows)
         before, after = self.window
@@ -175,7 +195,8 @@ def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
     defaults = {}
     for argument in func._schema.arguments:
         defaults[argument.name] = argument.default_value if argument.has_default_value() else None
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    by_position = dict(zip(defaults, args, strict=False))
+    return {**defaults, **by_position, **kwargs}
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
@@ -293,7 +314,7 @@ def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> 
     if asked.is_plainly_causal:
         triangle = do(_A.tril.default, do(_A.ones.default, list(shape), dtype=torch.bool, device=device))
         added = _filled(do, triangle, dtype)
-    elif not asked.causal and asked.starts is None and max(asked.window) < 0:
+    elif not asked.causal and asked.starts is None and not asked.has_window:
         return bias
     elif described or device.type == "meta":
         added = torch.empty(shape, dtype=dtype, device="meta")
@@ -325,7 +346,8 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Any:
     """Return a matrix product as torch computes it: one `bmm` over the flattened leading dimensions."""
-    lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
+    lead_of_left, lead_of_right = tuple(left.shape[:-2]), tuple(right.shape[:-2])
+    lead = max(lead_of_left, lead_of_right)
     left_matrices = _as_one(do, left, lead)
     right_matrices = _as_one(do, right, lead)
     product = do(_A.bmm.default, left_matrices, right_matrices)
@@ -357,12 +379,15 @@ def _is_contiguous(tensor: Tensor, lead: tuple[int, ...]) -> bool:
 def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Split `batch query (qkv heads head_dim)` into three of `batch heads query head_dim`, with scaled queries."""
     batch, rows, width = qkv.shape
-    head_dim = width // 3 // heads
+    features = width // 3
+    head_dim = features // heads
     added = do(_A.add.Tensor, qkv, bias)
-    parts = do(_A.split.Tensor, added, width // 3, -1)
-    by_head = [do(_A.view.default, part, [batch, rows, heads, head_dim]) for part in parts]
+    parts = do(_A.split.Tensor, added, features, -1)
+    shape = [batch, rows, heads, head_dim]
+    by_head = [do(_A.view.default, part, shape) for part in parts]
     query, key, value = (do(_A.transpose.int, part, 1, 2) for part in by_head)
-    return do(_A.mul.Scalar, query, 1 / math.sqrt(head_dim)), key, value
+    scaled = do(_A.mul.Scalar, query, 1 / math.sqrt(head_dim))
+    return scaled, key, value
 
 
 def _masked_softmax(
@@ -370,21 +395,31 @@ def _masked_softmax(
 ) -> tuple[Tensor, ...]:
     """Return the masked softmax of scores; the mask is `query key` (type 0), `batch key` (1) or as the scores (2)."""
     if mask_type == 1:
-        mask = do(_A.unsqueeze.default, do(_A.unsqueeze.default, mask, 1), 1)
+        of_queries = do(_A.unsqueeze.default, mask, 1)
+        mask = do(_A.unsqueeze.default, of_queries, 1)
+    if dim is None:
+        dim = -1
     masked = do(_A.masked_fill.Scalar, scores, mask, -torch.inf)
-    return (do(_A._softmax.default, masked, -1 if dim is None else dim, False),)
+    weights = do(_A._softmax.default, masked, dim, False)
+    return (weights,)
 
 
 def _adding_product(
     do: Do, added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
 ) -> tuple[Tensor, ...]:
     """Return beta · added + alpha · left · right, as `baddbmm` and `addmm` do."""
-    product = do(_A.bmm.default if left.dim() == 3 else _A.mm.default, left, right)
+    multiply = _A.bmm.default if left.dim() == 3 else _A.mm.default
+    product = do(multiply, left, right)
     if alpha != 1:
         product = do(_A.mul.Scalar, product, alpha)
     if beta != 1:
         added = do(_A.mul.Scalar, added, beta)
     return (do(_A.add.Tensor, product, added),)
+
+
+def _swapped(do: Do, tensor: Tensor) -> Any:
+    """Swap rows and heads: `... row heads head_dim -> ... heads row head_dim`, or back."""
+    return do(_A.transpose.int, tensor, -3, -2)
 
 
 def _few(tensor: Tensor, rank: int) -> Tensor:
@@ -402,23 +437,33 @@ class _Part:
     """Takes the arguments of the kernel, and returns those of its first results."""
 
 
+def _few_of_qkv(qkv: Tensor, bias: Tensor, heads: int) -> tuple[Any, ...]:
+    return qkv[:FEW], bias, heads
+
+
+def _few_of_softmax(
+    scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
+) -> tuple[Any, ...]:
+    # A mask of `query key` is the same for all items.
+    few_masks = mask if mask_type == 0 else mask[:FEW]
+    return scores[:FEW], few_masks, dim, mask_type
+
+
+def _few_of_matrices(added: Tensor, left: Tensor, right: Tensor, *factors: float) -> tuple[Any, ...]:
+    """Return the first of several matrices, `item row column`, and their products."""
+    return _few(added, 3), left[:FEW], right[:FEW], *factors
+
+
+def _few_of_rows(added: Tensor, left: Tensor, right: Tensor, *factors: float) -> tuple[Any, ...]:
+    """Return the first rows of one matrix, and the whole of the other."""
+    return _few(added, 2), left[:FEW], right, *factors
+
+
 _PARTS = {
-    "aten._transform_bias_rescale_qkv.default": _Part(
-        _split_qkv,
-        lambda qkv, bias, heads: (qkv[:FEW], bias, heads),
-    ),
-    "aten._masked_softmax.default": _Part(
-        _masked_softmax,
-        lambda scores, mask, dim=None, kind=None: (scores[:FEW], mask if kind == 0 else mask[:FEW], dim, kind),
-    ),
-    "aten.baddbmm.default": _Part(
-        _adding_product,
-        lambda added, left, right, *rest: (_few(added, 3), left[:FEW], right[:FEW], *rest),
-    ),
-    "aten.addmm.default": _Part(
-        _adding_product,
-        lambda added, left, right, *rest: (_few(added, 2), left[:FEW], right, *rest),
-    ),
+    "aten._transform_bias_rescale_qkv.default": _Part(_split_qkv, _few_of_qkv),
+    "aten._masked_softmax.default": _Part(_masked_softmax, _few_of_softmax),
+    "aten.baddbmm.default": _Part(_adding_product, _few_of_matrices),
+    "aten.addmm.default": _Part(_adding_product, _few_of_rows),
 }
 
 
@@ -465,4 +510,5 @@ def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ke
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
     """Return a view of some rows of one head of `... heads row width`, with the same number of dimensions."""
     of_head = [slice(index, index + 1) for index in head]
-    return tensor[*of_head, slice(rows.start, rows.stop, rows.step)]
+    of_rows = slice(rows.start, rows.stop, rows.step)
+    return tensor[*of_head, of_rows]

@@ -294,7 +294,11 @@ class Recorder(TorchDispatchMode):
         if running is not self._accepted and not self._belongs(running):
             return func(*args, **kwargs)
         operator = ABOUT.get(id(func)) or about(func)
-        if self._inside or (operator.needs_care and _needs_care(operator, args, kwargs)):
+        needs_care = operator.needs_care
+        if operator.adds:
+            # A product plus a tensor is fused only where the tensor may be a mask.
+            needs_care = adds_scores(args, kwargs)
+        if needs_care or self._inside:
             return self._run_with_care(operator, func, args, kwargs, sys._getframe(1))
         return self._run_plain(operator, args, kwargs, sys._getframe(1))
 
@@ -465,11 +469,6 @@ def _memory_of(tensor: TensorRef) -> tuple[object, ...]:
     return tensor.storage, tensor.offset, tensor.shape, tensor.stride
 
 
-def _needs_care(operator: About, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call of an operation that may need care does: a sum is fused only where it adds to scores."""
-    return not operator.adds or adds_scores(args, kwargs)
-
-
 def _kind_by_memory(
     operator: About, inputs: Iterable[TensorRef], outputs: Sequence[TensorRef], *, in_place: bool
 ) -> Kind:
@@ -484,7 +483,9 @@ def _kind_by_memory(
 
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has compiled a module, which then runs kernels fused from its lines."""
-    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
+    if "_orig_mod" in module._modules:
+        return True
+    return vars(module).get("_compiled_call_impl") is not None
 
 
 def _uses_compiled_function(module: nn.Module) -> bool:

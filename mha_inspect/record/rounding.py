@@ -40,7 +40,8 @@ class Rounding:
     @classmethod
     def of(cls, difference: float, error: float) -> Rounding:
         """Return a difference with its verdict."""
-        return cls(difference, error, *judge(difference, error))
+        times, verdict = judge(difference, error)
+        return cls(difference, error, times, verdict)
 
 
 def beside(dtype: torch.dtype) -> tuple[torch.dtype, float]:
@@ -48,7 +49,9 @@ def beside(dtype: torch.dtype) -> tuple[torch.dtype, float]:
 
     No dtype is finer than float64, so its rounding is measured against float32 and scaled down.
     """
-    return (torch.float32, STEP) if dtype == torch.float64 else (torch.float64, 1.0)
+    if dtype == torch.float64:
+        return torch.float32, STEP
+    return torch.float64, 1.0
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
@@ -66,12 +69,14 @@ def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict
 
 def max_difference(left: Tensor, right: Tensor) -> float:
     """Return the largest difference between elements of two tensors of the same shape, as `distances` defines it."""
-    return max((part.largest for part in _differences(left, right)), default=0.0)
+    largest = [part.largest for part in _differences(left, right)]
+    return max(largest, default=0.0)
 
 
 def rounding_error(output: Tensor, reference: Tensor) -> float:
     """Return the largest difference between elements that are finite in both tensors."""
-    return max((part.largest for part in _differences(output, reference, finite=True)), default=0.0)
+    largest = [part.largest for part in _differences(output, reference, finite=True)]
+    return max(largest, default=0.0)
 
 
 def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
@@ -146,7 +151,9 @@ def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterat
 
 def _largest(difference: Tensor) -> float:
     low, high = map(float, torch.aminmax(difference))
-    return math.nan if math.isnan(low) else max(0.0, -low, high)
+    if math.isnan(low):
+        return math.nan
+    return max(0.0, -low, high)
 
 
 def _wide(numbers: Tensor) -> Tensor:
@@ -163,8 +170,13 @@ def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if left.device != right.device or left.device.type == "mps":  # mps has no float64
         left, right = left.cpu(), right.cpu()
     if left.is_complex() or right.is_complex():
-        left, right = (torch.view_as_real(side.to(torch.complex128)) for side in (left, right))
+        left, right = _as_real(left), _as_real(right)
     yield from _split(left.detach(), right.detach())
+
+
+def _as_real(numbers: Tensor) -> Tensor:
+    """Return complex numbers as real ones: the real and the imaginary part in a last dimension."""
+    return torch.view_as_real(numbers.to(torch.complex128))
 
 
 def _split(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -90,7 +90,9 @@ def hides_by_scores(asked: AttentionCall) -> bool:
     bias = asked.bias
     if bias is None or bias.is_meta or not bias.is_floating_point() or not bias.numel():
         return False
-    return bool(((bias > MASKED_BELOW) & (bias <= -_SPREAD)).any())
+    is_masked = bias <= MASKED_BELOW
+    may_hide = (bias <= -_SPREAD) & ~is_masked
+    return bool(may_hide.any())
 
 
 def sight_of_kernel(asked: AttentionCall) -> Sight | None:
@@ -134,14 +136,17 @@ def _pair_of(sight: Sight, pair: tuple[int, int], shape: tuple[int, ...]) -> Ten
     """Return which weights are nonzero over two dimensions of weights of a shape: all, if the sight says nothing."""
     if pair in sight.pairs:
         return sight.pairs[pair]
-    return torch.ones([shape[dim] for dim in pair], dtype=torch.bool)
+    first, second = pair
+    return torch.ones((shape[first], shape[second]), dtype=torch.bool)
 
 
 def _blind_of(sight: Sight, dim: int, shape: tuple[int, ...]) -> Tensor:
     """Return which rows of weights of a shape are fully masked; the softmax runs over `dim`."""
     if sight.blind is not None:
         return sight.blind
-    return torch.zeros((*shape[:dim], 1, *shape[dim + 1 :]), dtype=torch.bool)
+    rows = list(shape)
+    rows[dim] = 1
+    return torch.zeros(rows, dtype=torch.bool)
 
 
 def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:

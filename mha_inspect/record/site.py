@@ -58,11 +58,11 @@ _OWN = (
 """Folders of this package whose code only passes calls from the user's code on to torch."""
 ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
 """The function that chooses the fast path."""
-_WRITTEN_OUT = {ATTENTION_FORWARD} | {
-    function.__code__
-    for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
-    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private and may disappear
-}
+_WRITTEN_OUT = {ATTENTION_FORWARD}
+for _name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed"):
+    _function = getattr(torch.nn.functional, _name, None)
+    if _function is not None:  # two are private and may disappear
+        _WRITTEN_OUT.add(_function.__code__)
 """torch functions that compute attention step by step: their own lines are more informative than the caller's."""
 
 
@@ -84,9 +84,8 @@ def place_of(code: CodeType) -> Place:
     if path.startswith(_OWN) or path.endswith(_PASS_ON):
         return Place("", library=True, written_out=False)
     if path.startswith(_TORCH):
-        return Place(
-            "torch/" + path[len(_TORCH) :].replace(os.sep, "/"), library=True, written_out=code in _WRITTEN_OUT
-        )
+        inside = path.removeprefix(_TORCH).replace(os.sep, "/")
+        return Place(f"torch/{inside}", library=True, written_out=code in _WRITTEN_OUT)
     for root in sorted(sys.path, key=len, reverse=True):
         if root and "packages" in root and path.startswith(root + os.sep):
             path = path[len(root) + 1 :]
@@ -98,16 +97,36 @@ def place_of(code: CodeType) -> Place:
     return Place(path.replace(os.sep, "/"), library=False, written_out=False)
 
 
-_LINES: dict[tuple[int, int], tuple[str, bool, CodeType]] = {}
-"""Id of the code and instruction (hashing code is slower) to: the line, `attention.py:41`, empty for code that only
-passes calls on; whether the calling line is more informative; and the code, referenced so that its id stays unique."""
+class _Line(NamedTuple):
+    """The line of an instruction."""
+
+    text: str
+    """`attention.py:41`; empty for code that only passes calls on."""
+    caller_says_more: bool
+    """Whether the calling line is more informative."""
+    code: CodeType
+    """Referenced so that its id stays unique."""
 
 
-def _line_at(code: CodeType, instruction: int) -> tuple[str, bool, CodeType]:
+_LINES: dict[tuple[int, int], _Line] = {}
+"""Id of the code and instruction to the line: hashing code is slower."""
+
+
+def _line_at(code: CodeType, instruction: int) -> _Line:
+    """Return the line of an instruction, and note it in `_LINES`."""
     place = place_of(code)
-    number = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
-    text = f"{place.file}:{number or code.co_firstlineno}" if place.file else ""
-    return _LINES.setdefault((id(code), instruction), (text, place.library and not place.written_out, code))
+    text = f"{place.file}:{_number_of_line(code, instruction)}" if place.file else ""
+    caller_says_more = place.library and not place.written_out
+    line = _LINES[id(code), instruction] = _Line(text, caller_says_more, code)
+    return line
+
+
+def _number_of_line(code: CodeType, instruction: int) -> int:
+    """Return the number of the line of an instruction; that of the function if the instruction has no line."""
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return line or code.co_firstlineno
+    return code.co_firstlineno
 
 
 Site = list[Any]
@@ -130,7 +149,10 @@ class ModuleCall:
 
 def numbers_of_site(site: Site) -> tuple[int, ...]:
     """Return the numbers of the module calls that an operation ran in, the outermost first; empty outside of any."""
-    return site[-1].numbers if site and isinstance(site[-1], ModuleCall) else ()
+    if not site:
+        return ()
+    last = site[-1]
+    return last.numbers if isinstance(last, ModuleCall) else ()
 
 
 def place_of_site(site: Site) -> tuple[str, str]:

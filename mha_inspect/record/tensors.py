@@ -221,8 +221,11 @@ class Tensors:
             return look[6]  # type: ignore[no-any-return]  # the tensor that is kept, of a tuple of any things
         self.read(look)
         memory, offset, shape, stride, dtype = look[:5]
-        size = offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-        empty = torch.empty(size if 0 not in shape else offset, dtype=dtype, device="meta")
+        size = offset
+        if 0 not in shape:
+            places = [(length - 1) * step for length, step in zip(shape, stride, strict=True)]
+            size += sum(places) + 1
+        empty = torch.empty(size, dtype=dtype, device="meta")
         self._storages[ref(empty.untyped_storage())] = self._storages[memory]
         return empty.as_strided(shape, stride, offset)
 
@@ -292,14 +295,21 @@ def unshared(stages: Stages) -> Stages:
     During the run a kept tensor is copied before its memory is overwritten. After the run nothing watches the memory,
     and it may belong to a returned output, an input, a parameter or a cache.
     """
-    tensors = {id(tensor): tensor for by_name in stages for tensor in by_name.values()}
+    tensors: dict[int, Tensor] = {}
+    for by_name in stages:
+        for tensor in by_name.values():
+            tensors[id(tensor)] = tensor
     memory = {number: look_at(tensor)[0] for number, tensor in tensors.items()}
-    ours = Counter(map(id, memory.values()))
-    unshared_tensors = {
-        number: tensor.clone() if _references(tensor) > ours[id(memory[number])] else tensor
-        for number, tensor in tensors.items()
-    }
-    return tuple({stage: unshared_tensors[id(tensor)] for stage, tensor in by_name.items()} for by_name in stages)
+    # Stages may share memory among themselves.
+    uses_by_stages = Counter(map(id, memory.values()))
+    unshared_tensors: dict[int, Tensor] = {}
+    for number, tensor in tensors.items():
+        is_used_elsewhere = _references(tensor) > uses_by_stages[id(memory[number])]
+        unshared_tensors[number] = tensor.clone() if is_used_elsewhere else tensor
+    unshared_stages = []
+    for by_name in stages:
+        unshared_stages.append({stage: unshared_tensors[id(tensor)] for stage, tensor in by_name.items()})
+    return tuple(unshared_stages)
 
 
 def _is_freed(tensor: Tensor) -> bool:
@@ -316,11 +326,14 @@ def _is_freed(tensor: Tensor) -> bool:
 def _references(tensor: Tensor) -> float:
     """Return how many tensors use this tensor's memory, including itself; infinity if torch cannot say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return float("inf")
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # no storage to ask: it is copied
         return float("inf")
-    return float("inf") if count is None else int(count(storage._cdata)) - 1  # minus `storage` itself
+    references = int(count(storage._cdata))
+    return references - 1  # without `storage` itself
 
 
 @contextmanager

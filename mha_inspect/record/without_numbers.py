@@ -42,10 +42,19 @@ def described(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func in _IN_ORDER or shape != first.shape or 0 in first.stride():
         return _empty(shape, dtype)
     # Pointwise: the dimensions keep their order in memory.
-    rank = len(shape)
-    order = sorted(range(rank), key=lambda place: (first.stride(place), first.shape[place]), reverse=True)
+    order = _order_in_memory(first)
     in_memory = _empty([shape[place] for place in order], dtype)
-    return in_memory.permute([order.index(place) for place in range(rank)])
+    places = [order.index(place) for place in range(len(shape))]
+    return in_memory.permute(places)
+
+
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dimensions in the order of their strides, the largest first: 0 2 1 for a transposed `[2, 3, 4]`."""
+
+    def stride_and_size(place: int) -> tuple[int, int]:
+        return tensor.stride(place), tensor.shape[place]
+
+    return sorted(range(tensor.dim()), key=stride_and_size, reverse=True)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -55,8 +64,12 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _broadcast(operands: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the shape of operands that are broadcast against each other: [2, 1, 4] and [3, 1] give [2, 3, 4]."""
     rank = max(tensor.dim() for tensor in operands)
-    shapes = [(1,) * (rank - tensor.dim()) + tuple(tensor.shape) for tensor in operands]
-    return tuple(map(max, zip(*shapes, strict=True)))
+    shape = [1] * rank
+    for tensor in operands:
+        missing = rank - tensor.dim()
+        for place, size in enumerate(tensor.shape, missing):
+            shape[place] = max(shape[place], size)
+    return tuple(shape)
 
 
 def _dtype_of(operands: Sequence[Tensor]) -> torch.dtype:

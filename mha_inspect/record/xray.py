@@ -353,8 +353,11 @@ class XRay(Recorder):
 
     def _repeat_steps(self, like: RecordedSteps, entry: Entry, opening: _Opening) -> None:
         """Add the steps of a kernel as those of an equal call before."""
-        links = _of_links(entry[3], sum(op.makes_result for op in like.ops))
-        repeated = [*like.again(self._tensors, entry, place_of_site(entry[5]), links, len(self._ops))]
+        _, _, _, results, _, site, *_ = entry
+        num_links = sum(op.makes_result for op in like.ops)
+        links = _of_links(results, num_links)
+        place = place_of_site(site)
+        repeated = [*like.again(self._tensors, entry, place, links, len(self._ops))]
         self._ops += repeated
         for step, op in zip(like.ops, repeated, strict=True):
             if opening.sight is not None and step.outputs[0].id in self._sights:
@@ -363,7 +366,9 @@ class XRay(Recorder):
 
 def _of_links(results: Sequence[Look], links: int) -> list[Sequence[Look]]:
     """Return which results of a kernel each link has: a single one has all of them."""
-    return [results] if links == 1 else [[look] for look in results]
+    if links == 1:
+        return [results]
+    return [[look] for look in results]
 
 
 def _kind_of_call(entry: Entry, opening: _Opening) -> Any:
@@ -404,11 +409,16 @@ class _Shelf:
         count, shape = tensor.numel(), tensor.shape
         if self._page.dtype != tensor.dtype or self._used + count > len(self._page):
             self._page, self._used = torch.frombuffer(mmap(-1, _COPIED), dtype=tensor.dtype), 0
-        stride = [*accumulate(shape[:0:-1], mul, initial=1)][::-1]
-        get = partial(torch.as_strided, self._page, shape, stride, self._used)
+        get = partial(torch.as_strided, self._page, shape, _strides_of(shape), self._used)
         get().copy_(tensor)
         self._used += count
         return get
+
+
+def _strides_of(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor of this shape: 12, 4, 1 for 2, 3, 4."""
+    from_last = accumulate(shape[:0:-1], mul, initial=1)
+    return [*from_last][::-1]
 
 
 def _nothing() -> None:
@@ -450,7 +460,8 @@ def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None
 def _error(output: Tensor, exact: Tensor) -> float:
     """Return the largest rounding error; at least half a unit in the last place of the largest number."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
-    return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
+    half_a_unit = torch.finfo(output.dtype).eps / 2
+    return max(rounding_error(output, exact), float(largest) * half_a_unit)
 
 
 def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
@@ -463,7 +474,9 @@ def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
 
 def _is_comparable(given: Tensor) -> bool:
     """Return whether a tensor has numbers to compare."""
-    return not given.is_meta and type(given) in (Tensor, nn.Parameter) and given.numel() > 0
+    if given.is_meta or type(given) not in (Tensor, nn.Parameter):
+        return False
+    return given.numel() > 0
 
 
 # -- what kernels are -------------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ def _sections(report: CheckReport) -> Iterator[Section]:
     lines += [("note", note) for note in report.notes]
     if lines:
         yield section("", facts(*lines))
-    pictures = [Verbatim(fact.picture, "query × key") for fact in report.facts if _has_two_signs(fact.picture)]
+    pictures = []
+    for fact in report.facts:
+        if _has_two_signs(fact.picture):
+            pictures.append(Verbatim(fact.picture, "query × key"))
     if pictures:
         yield section("", *pictures, more=_MORE)
     checks = []
@@ -59,7 +62,8 @@ def _sections(report: CheckReport) -> Iterator[Section]:
 
 def _has_two_signs(picture: Sequence[str]) -> bool:
     """Return whether a picture shows anything: if all of its signs are alike, the sentence says it."""
-    return len(set("".join(picture))) > 1
+    signs = set("".join(picture))
+    return len(signs) > 1
 
 
 def _skipped(checks: Sequence[SkippedCheck]) -> str:

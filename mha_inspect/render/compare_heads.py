@@ -200,7 +200,9 @@ def _training(training: Training, baseline: int) -> Section:
 def _changes(training: Training, baseline: int) -> Table:
     """Return how the change of each part, W_q or b_q, differs from that of the baseline, by head count."""
     compared = [count for count in training.counts if count.num_heads != baseline]
-    names = dict.fromkeys(part.part for count in compared for part in count.parts)
+    names: dict[str, None] = {}
+    for count in compared:
+        names.update(dict.fromkeys(part.part for part in count.parts))
     columns = [Column("change relative to the baseline's", str, tone="strong")]
     for place, count in enumerate(compared):
         # Where the page is narrow, the last counts go first.
@@ -218,7 +220,10 @@ class _Head:
     @property
     def attention(self) -> str:
         """The number of its attention, and its module: `2 decoder.self_attn`."""
-        return "" if self.count.attention is None else f"{self.count.attention} {self.count.module}".rstrip()
+        count = self.count
+        if count.attention is None:
+            return ""
+        return f"{count.attention} {count.module}".rstrip()
 
 
 def _focus(focus: Focus) -> Section:
@@ -257,4 +262,9 @@ def _middle_half(count: HeadTime) -> str:
 
 
 def _flops(count: HeadTime, name: str) -> str:
-    return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))
+    """Return the FLOPs of all stages of a name."""
+    flops = 0
+    for stage in count.flops:
+        if stage.stage == name:
+            flops += stage.flops
+    return text.flops(flops)

@@ -26,13 +26,12 @@ from .parts import MEASURED, answered, difference_columns, folded, notes, number
 def diff_page(report: DiffReport) -> Page:
     """Return the page: how each side is run, one row per stage, the first difference, and the answer."""
     left, right = report.left, report.right
-    devices = dict.fromkeys((left.environment.device, right.environment.device))
-    dtypes = dict.fromkeys((left.environment.dtype, right.environment.dtype))
+    ours, theirs = left.environment, right.environment
     made_with = [
-        " and ".join(devices),
-        " and ".join(dtypes),
-        f"seed {left.environment.seed}",
-        f"torch {left.environment.torch}",
+        _of_both(ours.device, theirs.device),
+        _of_both(ours.dtype, theirs.dtype),
+        f"seed {ours.seed}",
+        f"torch {ours.torch}",
     ]
     # What is the left side's alone stands in its label: here it would read as that of both.
     spec = {name: value for name, value in left.layer.spec.items() if name not in left.settings}
@@ -42,6 +41,11 @@ def diff_page(report: DiffReport) -> Page:
         subtitle=", ".join(made_with),
         sections=tuple(_sections(report)),
     )
+
+
+def _of_both(left: str, right: str) -> str:
+    """Return the words for both sides: `cpu`, or `cpu and cuda:0` where they differ."""
+    return left if left == right else f"{left} and {right}"
 
 
 def _sections(report: DiffReport) -> Iterator[Section]:
@@ -118,8 +122,11 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
         Column("right axes", lambda row: _axes(row.right), tone="axes", wide=True, drop=4),
         *difference_columns("relative", (2, 3)),
     ]
-    is_opened = any(_is_opened(row.left) or _is_opened(row.right) for row in rows)
-    return table(rows, columns, legend="* inside a fused kernel, opened" if is_opened else "")
+    sides: list[StageSide | None] = []
+    for row in rows:
+        sides += (row.left, row.right)
+    legend = "* inside a fused kernel, opened" if any(map(_is_opened, sides)) else ""
+    return table(rows, columns, legend=legend)
 
 
 def _shape(side: StageSide | None) -> Cell:
@@ -200,8 +207,13 @@ def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
 
 
 def _size_of_file(side: CheckpointSide) -> str:
-    numbers = f"{text.plural(side.tensors, 'tensor')}, {side.numel:,} numbers, {text.byte_size(side.nbytes)}"
-    return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
+    sizes = [
+        text.plural(side.tensors, "tensor"),
+        f"{side.numel:,} numbers",
+        text.byte_size(side.nbytes),
+        text.listed(side.dtypes),
+    ]
+    return f"{side.name}: {', '.join(sizes)}"
 
 
 def _unpaired(tensors: Sequence[StoredName]) -> Table:
@@ -244,7 +256,8 @@ def _both(title: str, sides: Callable[[TensorPair], tuple[str, str]], *, tone: T
 
 def _largest(differences: Sequence[float | None]) -> float | None:
     """Return the largest difference; None if none was measured, or all are 0."""
-    return max(difference or 0 for difference in differences) or None
+    measured = [difference or 0 for difference in differences]
+    return max(measured) or None
 
 
 _TONE_OF_PAIR: dict[str, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
@@ -276,7 +289,9 @@ def _right_module(pair: PartPair) -> str:
 
 def _most_changed(pair: PartPair) -> str:
     """Return the heads that changed most, the first ones first: `3: 0.5, 0: 0.01`."""
-    differences = pair.differences
-    heads = sorted(range(len(differences)), key=lambda head: -differences[head])
-    changed = [head for head in heads[:_MOST] if differences[head]]
-    return ", ".join(f"{head}: {text.small(differences[head])}" for head in changed)
+    by_difference = sorted(enumerate(pair.differences), key=lambda entry: -entry[1])
+    changed = []
+    for head, difference in by_difference[:_MOST]:
+        if difference:
+            changed.append(f"{head}: {text.small(difference)}")
+    return ", ".join(changed)

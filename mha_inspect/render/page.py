@@ -142,7 +142,8 @@ class Page:
     """The first line, and on a terminal the last one too if the page is longer than the screen."""
 
     def __post_init__(self) -> None:
-        vars(self)["sections"] = tuple(section for section in self.sections if section.blocks or section.title)
+        filled = [section for section in self.sections if section.blocks or section.title]
+        vars(self)["sections"] = tuple(filled)
         _cleaned(self, 0)
 
 
@@ -198,7 +199,9 @@ def section(title: str, *blocks: Block, detail: str = "", more: str | None = Non
 
 def apart(before: Block | None, block: Block) -> bool:
     """Return whether a blank line stands between two blocks: around tables and verbatim text."""
-    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
+    if isinstance(block, (Table, Verbatim)):
+        return True
+    return isinstance(before, (Table, Verbatim))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")

@@ -83,7 +83,9 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         "transposed": like.transposed,
     }
     fits = [f"{like.matching} with the same name and shape"]
-    fits += [f"{len(tensors)} {misfit}" for misfit, tensors in counts.items() if tensors]
+    for misfit, tensors in counts.items():
+        if tensors:
+            fits.append(f"{len(tensors)} {misfit}")
     yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
         yield facts(("names", _prefixed(like)))
@@ -120,14 +122,16 @@ class _Misfit:
 def _misfits(like: LikeModule) -> Iterator[_Misfit]:
     for tensor in like.missing:
         kind = "missing buffer" if tensor.buffer else "missing"
-        yield _Misfit(kind, tensor.name, "", text.shape(tensor.shape))
+        yield _Misfit(kind, tensor.name, in_file="", in_module=text.shape(tensor.shape))
     for tensor in like.unexpected:
-        yield _Misfit("unexpected", tensor.name, text.shape(tensor.shape), "")
+        yield _Misfit("unexpected", tensor.name, in_file=text.shape(tensor.shape), in_module="")
     for tensor in like.wrong_shape:
         kind = "wrong shape (buffer)" if tensor.buffer else "wrong shape"
-        yield _Misfit(kind, tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
+        expected = tensor.expected or ()
+        yield _Misfit(kind, tensor.name, in_file=text.shape(tensor.shape), in_module=text.shape(expected))
     for tensor in like.transposed:
-        yield _Misfit("transposed", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
+        expected = tensor.expected or ()
+        yield _Misfit("transposed", tensor.name, in_file=text.shape(tensor.shape), in_module=text.shape(expected))
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,9 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         parts += [(parameter, pieces) for pieces in of_parts]
     if not parts:
         return section("by head", Paragraph("No parameter has a part that belongs to one head only."))
-    is_model = len(parts) > len({pieces[0].part for _, pieces in parts})
+    different = {pieces[0].part for _, pieces in parts}
+    # Where a part is there several times, there are several attentions.
+    is_model = len(parts) > len(different)
     rows: list[_HeadRow] = []
     for parameter, pieces in parts:
         in_steps = _in_steps_of_heads(parameter, pieces) if is_model else None
@@ -254,16 +260,25 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
 
 def _by_head(parameter: Parameter, pieces: Iterable[HeadSlice]) -> Iterator[_HeadRow]:
     for piece in pieces:
-        columns = "" if piece.columns is None else text.span(piece.columns)
-        yield _HeadRow(parameter.name, piece.part, str(piece.head), text.span(piece.rows), columns)
+        yield _HeadRow(
+            parameter=parameter.name,
+            part=piece.part,
+            heads=str(piece.head),
+            rows=text.span(piece.rows),
+            columns="" if piece.columns is None else text.span(piece.columns),
+        )
 
 
 def _in_steps_of_heads(parameter: Parameter, pieces: Sequence[HeadSlice]) -> _HeadRow | None:
     """Return one row of several heads at even steps, `64h to 64h+63`; None for one head, or uneven steps."""
     if len(pieces) < 2:
         return None
-    rows = _in_steps([(piece.head, piece.rows) for piece in pieces])
-    columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
+    bounds_of_rows, bounds_of_columns = [], []
+    for piece in pieces:
+        bounds_of_rows.append((piece.head, piece.rows))
+        if piece.columns is not None:
+            bounds_of_columns.append((piece.head, piece.columns))
+    rows, columns = _in_steps(bounds_of_rows), _in_steps(bounds_of_columns)
     if rows is None or columns is None:
         return None
     heads = text.spans(piece.head for piece in pieces)
@@ -286,7 +301,10 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
     if step == 0:
         return text.span((origin, origin + width))
     begins = _times_head(step, origin)
-    return begins if width == 1 else f"{begins} to {_times_head(step, origin + width - 1)}"
+    if width == 1:
+        return begins
+    ends = _times_head(step, origin + width - 1)
+    return f"{begins} to {ends}"
 
 
 def _times_head(step: int, offset: int) -> str:
@@ -309,19 +327,26 @@ class _Line:
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     """Return a table with one column per head count. Values that differ between columns are strong."""
-    lines = [
-        _Line("head_dim", tuple(str(count.head_dim) for count in counts)),
-        _Line("parameters", tuple(f"{count.numel:,}" for count in counts)),
-    ]
-    names = dict.fromkeys(name for count in counts for name in count.shapes)
+    head_dims = [str(count.head_dim) for count in counts]
+    numels = [f"{count.numel:,}" for count in counts]
+    lines = [_Line("head_dim", tuple(head_dims)), _Line("parameters", tuple(numels))]
+    names: dict[str, None] = {}
+    for count in counts:
+        names.update(dict.fromkeys(count.shapes))
     for name in names:
-        shapes = [text.shape(count.shapes[name]) if name in count.shapes else "" for count in counts]
-        lines += [_Line(name, tuple(shapes)), *_first_heads(name, counts)]
+        shapes = [_shape_of(name, count) for count in counts]
+        lines.append(_Line(name, tuple(shapes)))
+        lines += _first_heads(name, counts)
     columns = [Column("num_heads", lambda line: line.title)]
     for place, count in enumerate(counts):
         # Where the page is narrow, the last counts go first.
         columns.append(Column(str(count.num_heads), partial(_Line.cell, place=place), "right", drop=place))
     return table(lines, columns)
+
+
+def _shape_of(name: str, count: HeadCountColumn) -> str:
+    """Return the shape of a parameter for a head count; empty if there is no such parameter."""
+    return text.shape(count.shapes[name]) if name in count.shapes else ""
 
 
 def _first_heads(name: str, counts: Sequence[HeadCountColumn]) -> Iterator[_Line]:
@@ -331,7 +356,8 @@ def _first_heads(name: str, counts: Sequence[HeadCountColumn]) -> Iterator[_Line
         parts |= dict.fromkeys(piece.part for piece in count.first_head.get(name, ()))
     for part in parts:
         pieces = [_first_head(count, name, part) for count in counts]
-        dimensions = _split_dimensions(pieces, [count.shapes.get(name, ()) for count in counts])
+        shapes = [count.shapes.get(name, ()) for count in counts]
+        dimensions = _split_dimensions(pieces, shapes)
         values = ["" if piece is None else _bounds(piece, dimensions) for piece in pieces]
         yield _Line(f"head 0 of {part}", tuple(values))
 
@@ -361,5 +387,6 @@ def _bounds(piece: HeadSlice, dimensions: Iterable[str]) -> str:
     """Return the bounds of a slice in these dimensions: `rows 0–255`, or `elements 0–255` of a vector."""
     if piece.columns is None:
         return f"elements {text.span(piece.rows)}"
-    bounds = {"rows": text.span(piece.rows), "columns": text.span(piece.columns)}
-    return ", ".join(f"{dimension} {bounds[dimension]}" for dimension in dimensions)
+    bounds = {"rows": piece.rows, "columns": piece.columns}
+    texts = [f"{dimension} {text.span(bounds[dimension])}" for dimension in dimensions]
+    return ", ".join(texts)

@@ -118,7 +118,9 @@ def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 
 def alike(name: str) -> str:
     """Return the name with its numbers replaced by 0, so that repeated layers compare equal."""
-    return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
+    if len(name) >= LONGEST or not name.isascii():
+        return name
+    return re.sub(r"\d{1,9}", "0", name)
 
 
 def times(names: Sequence[str]) -> str:
@@ -127,10 +129,13 @@ def times(names: Sequence[str]) -> str:
         return names[0]
     pieces = [re.split(r"(\d+)", name) for name in names]  # layers. 0 .self_attn
     joined = ""
-    for place, column in enumerate(zip(*pieces, strict=True)):
-        is_number = place % 2 == 1
+    for column in zip(*pieces, strict=True):
+        # Between the numbers the names are the same.
         numbers = dict.fromkeys(column)
-        joined += text.spans(map(int, numbers)) if is_number and len(numbers) > 1 else column[0]
+        if len(numbers) > 1:
+            joined += text.spans(map(int, numbers))
+        else:
+            joined += column[0]
     return f"{joined} ×{len(names)}"
 
 
@@ -155,34 +160,39 @@ def folded(
     functions = {**dict.fromkeys(names, times), **merged}
     folded = []
     for group in grouped(items, key):
-        values = {}
+        joined = {}
         for name, function in functions.items():
-            values[name] = function([getattr(item, name) for item in group])
-        folded.append(replace(group[0], **values))
+            values = [getattr(item, name) for item in group]
+            joined[name] = function(values)
+        folded.append(replace(group[0], **joined))
     return folded
 
 
 def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
     """Return a line for each note."""
-    return tuple(facts(("note", sentence)) for sentence in sentences)
+    lines = [facts(("note", sentence)) for sentence in sentences]
+    return tuple(lines)
 
 
 def answered(sentences: Sequence[str]) -> Section:
     """Return the section with the rest of an answer, whose first sentence is the verdict."""
-    rest = sentences[1:]
-    return section("answer" if rest else "", *(Paragraph(sentence, "strong") for sentence in rest))
+    rest = [Paragraph(sentence, "strong") for sentence in sentences[1:]]
+    title = "answer" if rest else ""
+    return section(title, *rest)
 
 
 def contents(tensors: Iterable[Any]) -> Iterator[Table | Verbatim]:
     """Yield the table of statistics and the contents, of tensors that have them."""
-    tensors = list(tensors)
-    measured = [tensor for tensor in tensors if tensor.stats is not None]
+    measured, written = [], []
+    for tensor in tensors:
+        if tensor.stats is not None:
+            measured.append(tensor)
+        if tensor.values is not None:
+            lines = tuple(tensor.values.text.split("\n"))
+            written.append(Verbatim(lines, tensor.name, text.shape(tensor.shape), tensor.axes))
     if measured:
         yield table(measured, _STATISTICS)
-    for tensor in tensors:
-        if tensor.values is not None:
-            lines = tensor.values.text.split("\n")
-            yield Verbatim(tuple(lines), tensor.name, text.shape(tensor.shape), tensor.axes)
+    yield from written
 
 
 def _statistic(name: str) -> Column:
@@ -237,9 +247,12 @@ def ranks_section(ranks: Sequence[Rank] | None) -> Section:
 
 
 def _but_its_place(rank: Rank) -> object:
-    """Return all of a rank but its number and the place of its rows."""
-    sizes = [(name, stop - start) for name, (start, stop) in rank.rows.items()]
-    return tuple(sizes), rank.heads, rank.kv_heads, rank.kv_copied, rank.bytes, rank.flops, rank.exchanged
+    """Return all of a rank but its number and the place of its rows: of these only how many there are."""
+    counts = []
+    for name, (start, stop) in rank.rows.items():
+        counts.append((name, stop - start))
+    sizes = rank.bytes, rank.flops, rank.exchanged
+    return tuple(counts), rank.heads, rank.kv_heads, rank.kv_copied, sizes
 
 
 def _kv_heads(rank: Rank) -> str:
@@ -263,4 +276,5 @@ def _balance(ranks: Sequence[Rank]) -> str:
     if most == min(flops):
         return ""
     busiest = ranks[flops.index(most)].rank
-    return f"rank {busiest} computes {most * len(flops) / sum(flops):.2f} × the mean FLOPs"
+    times_mean = most * len(flops) / sum(flops)
+    return f"rank {busiest} computes {times_mean:.2f} × the mean FLOPs"

@@ -95,7 +95,8 @@ def _shortened(page: Page) -> Page:
             sections.append(part)
         elif part.more not in named:
             named.add(part.more)
-            sections.append(replace(part, title="", blocks=(Paragraph(part.more, "muted"),)))
+            line = Paragraph(part.more, "muted")
+            sections.append(replace(part, title="", blocks=(line,)))
     return replace(page, sections=tuple(sections), subtitle="")
 
 
@@ -129,8 +130,14 @@ def _section(section: Section, width: int, *, airy: bool) -> Iterator[tuple[Rend
 
 
 def _verdict(page: Page, width: int) -> Iterator[tuple[RenderableType, int]]:
+    """Yield the verdict with its width, if the page has one."""
     if page.verdict is not None:
-        yield Text(page.verdict.text, STYLES.get(page.verdict.tone, ""), overflow="fold"), min(width, PROSE_WIDTH)
+        yield _paragraph(page.verdict), min(width, PROSE_WIDTH)
+
+
+def _paragraph(paragraph: Paragraph) -> Text:
+    style = STYLES.get(paragraph.tone, "")
+    return Text(paragraph.text, style, overflow="fold")
 
 
 def _title(title: str, detail: str) -> Text:
@@ -144,7 +151,7 @@ def _block(block: Block, width: int, *, airy: bool) -> Iterator[RenderableType]:
     elif isinstance(block, Facts):
         yield _facts(block)
     elif isinstance(block, Paragraph):
-        yield Text(block.text, STYLES.get(block.tone, ""), overflow="fold")
+        yield _paragraph(block)
     else:
         yield from _verbatim(block)
 
@@ -162,7 +169,8 @@ def _facts(facts: Facts) -> RichTable:
 
 def _table(table: Table, width: int, *, airy: bool) -> Iterator[RenderableType]:
     """Yield the table, and under it its legend and the titles of the columns that were dropped."""
-    fit = _fitted(_brief(table) if width < FULL_WIDTH else table, width)
+    is_narrow = width < FULL_WIDTH
+    fit = _fitted(_brief(table) if is_narrow else table, width)
     yield _rows(fit, ruled=airy)
     under = []
     legend = table.explained(fit.widths)
@@ -181,8 +189,13 @@ def _brief(table: Table) -> Table:
     """Return the table with the brief text of each field that has one."""
     rows = []
     for row in table.rows:
-        rows.append(tuple(replace(cell, text=cell.brief or cell.text) for cell in row))
+        briefs = [replace(cell, text=cell.brief) if cell.brief else cell for cell in row]
+        rows.append(tuple(briefs))
     return replace(table, rows=tuple(rows))
+
+
+_INDENT = 2
+"""Columns of the margin before a text that is put under another."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +251,10 @@ class _Columns:
 
     def least(self, place: int) -> int:
         """Return the width at which the title, and the words of the columns below, are whole."""
-        title = _longest_word(self.table.columns[place].title)
-        indented = [2 + self.words[guest] for guest in self.below.get(place, ())]
-        return max(title, *indented) if indented else title
+        least = _longest_word(self.table.columns[place].title)
+        for guest in self.below.get(place, ()):
+            least = max(least, _INDENT + self.words[guest])
+        return least
 
     def unbroken(self, place: int) -> int:
         """Return the width at which no word is broken."""
@@ -254,7 +268,8 @@ class _Columns:
 
     def titled(self, place: int) -> int:
         """Return the width at which the title is on one line too."""
-        return max(self.wrapped(place), cells(self.table.columns[place].title))
+        title = self.table.columns[place].title
+        return max(self.wrapped(place), cells(title))
 
     def widths(self, width_of: Callable[[int], int]) -> dict[int, int]:
         """Return a width of every shown column, by its place."""
@@ -279,7 +294,8 @@ class _Columns:
     def put_below(self, guest: int, host: int) -> _Columns:
         """Return the columns with one of them under another."""
         guests = (*self.below.get(host, ()), guest)
-        return replace(self._without(guest), below={**self.below, host: guests})
+        below = {**self.below, host: guests}
+        return replace(self._without(guest), below=below)
 
     def drop(self, place: int) -> _Columns:
         """Return the columns with one of them dropped."""
@@ -287,7 +303,8 @@ class _Columns:
         return replace(self._without(place), dropped=(title, *self.dropped))
 
     def _without(self, place: int) -> _Columns:
-        return replace(self, shown=tuple(shown for shown in self.shown if shown != place))
+        rest = [shown for shown in self.shown if shown != place]
+        return replace(self, shown=tuple(rest))
 
 
 def _fitted(table: Table, width: int) -> _Fit:
@@ -306,7 +323,7 @@ def _fitted(table: Table, width: int) -> _Fit:
     widths = _narrowed(wished, limits.last, width)
     # Texts below a column may have the room that is left.
     for host, guests in columns.below.items():
-        needed = sum(2 + columns.bodies[guest] for guest in guests)
+        needed = sum(_INDENT + columns.bodies[guest] for guest in guests)
         spare = width - _total(widths)
         widths[host] += max(min(needed - widths[host], spare), 0)
     return _Fit(table, widths, columns.below, columns.dropped)
@@ -314,7 +331,8 @@ def _fitted(table: Table, width: int) -> _Fit:
 
 def _total(widths: Mapping[int, int]) -> int:
     """Return the width of columns with the gaps between them."""
-    return sum(widths.values()) + GAP * (len(widths) - 1)
+    gaps = len(widths) - 1
+    return sum(widths.values()) + GAP * gaps
 
 
 @dataclass(frozen=True)
@@ -390,21 +408,24 @@ def _header(fit: _Fit, place: int) -> Text:
     header = Text(_in_words(columns[place].title), STYLES["muted"])
     guests = fit.below.get(place, ())
     if guests:
-        header.append("\n  " + _behind([columns[guest].title for guest in guests]))
+        titles = [columns[guest].title for guest in guests]
+        header.append("\n  " + _behind(titles))
     return header
 
 
 def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
     """Return the field, with the fields of the columns below it."""
     cell = row[place]
-    text = _styled(_in_words(cell.text), cell.tone or table.columns[place].tone, cell.axes)
+    tone = cell.tone or table.columns[place].tone
+    text = _styled(_in_words(cell.text), tone, cell.axes)
     if cell.mark:
         text.append(cell.mark, STYLES["muted"])
-    under = _in_words(_behind([row[guest].text for guest in guests]))
+    texts_under = [row[guest].text for guest in guests]
+    under = _in_words(_behind(texts_under))
     if not under:
         return text
     muted = Text(under, STYLES["muted"], overflow="fold")
-    return Group(text, Padding(muted, (0, 0, 0, 2)))
+    return Group(text, Padding(muted, (0, 0, 0, _INDENT)))
 
 
 def _behind(texts: Iterable[str]) -> str:

@@ -55,7 +55,8 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     yield from findings_sections(trace.findings)
-    is_judged = trace.unjudged is None and trace.failure is None and bool(trace.attentions)
+    ran = trace.failure is None and bool(trace.attentions)
+    is_judged = ran and trace.unjudged is None
     if is_judged and not trace.findings:
         yield section("", Paragraph(_NOT_LOOKED_AT, "muted"), more="")
     if trace.steps is not None:
@@ -66,7 +67,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
     lines = [*_run(trace)]
-    yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
+    blocks: list[Block] = [facts(*lines)] if lines else []
+    yield section("", *blocks, *contents(trace.returns))
     yield ranks_section(trace.ranks)
     if trace.plan_code is not None:
         yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
@@ -97,9 +99,12 @@ def _sent(collectives: Iterable[Collective]) -> str:
     """Return the exchanges with other ranks by kind and stage: `2 all_reduce of output, 4.0 KiB`."""
     kinds = []
     for kind in grouped(collectives, lambda collective: (collective.name, collective.stage)):
-        name, stage = kind[0].name, kind[0].stage
-        size = text.byte_size(sum(collective.nbytes for collective in kind))
-        kinds.append(f"{len(kind)} {name} of {stage}, {size}" if stage else f"{len(kind)} {name}, {size}")
+        first = kind[0]
+        exchanges = f"{len(kind)} {first.name}"
+        if first.stage:
+            exchanges += f" of {first.stage}"
+        nbytes = sum(collective.nbytes for collective in kind)
+        kinds.append(f"{exchanges}, {text.byte_size(nbytes)}")
     return "; ".join(kinds)
 
 
@@ -254,18 +259,23 @@ class _Numbered:
     @property
     def shape_of_scores(self) -> Cell:
         """The shape of the scores."""
-        return Cell("") if self.scores is None else shape_cell(self.scores.shape, self.scores.axes)
+        scores = self.scores
+        return Cell("") if scores is None else shape_cell(scores.shape, scores.axes)
 
     @property
     def axes_of_scores(self) -> str:
         """The axes of the scores."""
-        return "" if self.scores is None else self.scores.axes
+        scores = self.scores
+        return "" if scores is None else scores.axes
 
     @property
     def num_heads(self) -> str:
         """The number of heads, and of their key and value heads if it is another: `8 over 2`."""
-        heads, kv_heads = self.report.num_heads, self.report.num_kv_heads
-        return str(heads) if kv_heads == heads else f"{heads} over {kv_heads}"
+        heads = self.report.num_heads
+        kv_heads = self.report.num_kv_heads
+        if kv_heads == heads:
+            return str(heads)
+        return f"{heads} over {kv_heads}"
 
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
@@ -309,7 +319,8 @@ def _attention(
     sizes.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
         sizes.append(f"num_kv_heads {attention.num_kv_heads}")
-    sizes += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
+    sizes.append(f"head_dim {attention.head_dim}")
+    sizes.append(f"scale {text.scale(attention.scale, attention.head_dim)}")
     place = _place(attention)
     return section(
         f"{title} in {place}" if place else title,
@@ -352,19 +363,25 @@ def _moved(tensor: Stage | OpLine) -> str:
     return tensor.memory if tensor.memory in ("view", "copy") else ""
 
 
+def _operands_of(operands: Iterable[OpTensor]) -> str:
+    """Return the numbers and shapes of tensors: `%3 [2, 10, 64], %4 [64]`."""
+    texts = [f"%{operand.id} {text.shape(operand.shape)}" for operand in operands]
+    return ", ".join(texts)
+
+
+def _axes_of_outputs(op: OpLine) -> str:
+    """Return the axes of the outputs that have names."""
+    named = [operand.axes for operand in op.outputs if operand.axes]
+    return ", ".join(named)
+
+
 def _ops(ops: tuple[OpLine, ...]) -> Table:
-    def written(operands: tuple[OpTensor, ...]) -> str:
-        return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
-
-    def axes(op: OpLine) -> str:
-        return ", ".join(operand.axes for operand in op.outputs if operand.axes)
-
     columns = [
         Column("#", lambda op: op.index, "right", "muted"),
         Column("operation", lambda op: op.name, tone="strong"),
-        Column("inputs", lambda op: written(op.inputs), wrap=18),
-        Column("outputs", lambda op: written(op.outputs), wrap=18, into="inputs"),
-        Column("axes", axes, tone="axes", drop=3, wrap=18, optional=True),
+        Column("inputs", lambda op: _operands_of(op.inputs), wrap=18),
+        Column("outputs", lambda op: _operands_of(op.outputs), wrap=18, into="inputs"),
+        Column("axes", _axes_of_outputs, tone="axes", drop=3, wrap=18, optional=True),
         Column("settings", lambda op: op.settings, tone="muted", drop=4, wrap=14, optional=True),
         Column("memory", _moved, tone="muted", drop=1, optional=True),
         Column("stage", lambda op: op.stage, into="operation", optional=True),
@@ -393,7 +410,10 @@ def _steps(steps: tuple[Step, ...]) -> Table:
         Column("cache", lambda call: text.byte_size(call.numbers.cache_bytes), "right", drop=1),
         Column("FLOPs", lambda call: text.flops(call.numbers.flops), "right", "muted", drop=2),
     ]
-    calls = [_Call(str(place) if place else "prompt", step) for place, step in enumerate(steps)]
+    calls = []
+    for place, step in enumerate(steps):
+        name = "prompt" if place == 0 else str(place)
+        calls.append(_Call(name, step))
     return table(calls, columns)
 
 
@@ -401,7 +421,8 @@ def _positions(step: Step) -> str:
     """Return the positions that a call is rotated by, `0–5`; empty if they are unknown."""
     if step.query_offset is None:
         return ""
-    return text.spans(range(step.query_offset, step.query_offset + step.queries))
+    first = step.query_offset
+    return text.spans(range(first, first + step.queries))
 
 
 def _decode(proof: DecodeProof) -> Paragraph:
@@ -509,9 +530,15 @@ def _last_ops(ops: Iterable[ReachedOp]) -> Table:
 
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     """Yield the call that failed with its message, its operands, and what is wrong with their shapes."""
-    items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
+    items = [
+        ("line", failure.line),
+        ("call", failure.call),
+        ("operation", failure.op),
+        ("module", failure.module),
+    ]
     items += [("message", line) for line in failure.message.splitlines()]
-    yield facts(*((label, text) for label, text in items if text))
+    filled = [(label, words) for label, words in items if words]
+    yield facts(*filled)
     if failure.operands:
         yield _operands(failure.operands, dtype)
     if failure.clash:

@@ -28,7 +28,11 @@ class _Fault:
     @classmethod
     def of(cls, finding: Finding) -> _Fault:
         """Return the problem or suspicion of a finding."""
-        return cls(finding.sentence.removesuffix("."), finding.check, finding.source)
+        return cls(
+            sentence=finding.sentence.removesuffix("."),
+            check=finding.check,
+            source=finding.source,
+        )
 
     @property
     def whole(self) -> str:
@@ -124,7 +128,9 @@ def _attentions(attentions: Sequence[AttentionReport]) -> str:
     """Return the attentions in short: `12 attentions, 8 heads of 64, causal`."""
     count = text.plural(len(attentions), "attention")
     kinds = grouped(attentions, _sizes)
-    return f"{count}, {_sizes(attentions[0])}" if len(kinds) == 1 else f"{count} of {len(kinds)} kinds"
+    if len(kinds) > 1:
+        return f"{count} of {len(kinds)} kinds"
+    return f"{count}, {_sizes(attentions[0])}"
 
 
 def _sizes(attention: AttentionReport) -> str:

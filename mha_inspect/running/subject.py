@@ -100,9 +100,10 @@ def keep_stages(run: Run) -> None:
     for attention, _ in run.attentions:
         turns.append(attention.stages)
         turns += [branch.stages for branch in attention.branches]
-    contents = []
+    contents: list[dict[str, torch.Tensor]] = []
     for stages in turns:
-        contents.append({stage: values[tensor.id] for stage, tensor in stages.items()})
+        of_turn = {stage: values[tensor.id] for stage, tensor in stages.items()}
+        contents.append(of_turn)
     values.clear()
     for stages, tensors in zip(turns, unshared(tuple(contents)), strict=True):
         for stage, tensor in tensors.items():
@@ -184,7 +185,10 @@ class Subject:
     @property
     def elements(self) -> int:
         """Number of elements in all arguments."""
-        sizes = {id(tensor): tensor.numel() for tensor in self._tensors()}
+        sizes: dict[int, int] = {}
+        for tensor in self._tensors():
+            # One that is given twice counts once.
+            sizes[id(tensor)] = tensor.numel()
         return sum(sizes.values())
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -194,7 +198,8 @@ class Subject:
     def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
         """Return the inputs, parameters and buffers in a recording of it, detached, by tensor id."""
         arguments = dict(tensors_in(argument_names(self.module, self.args, self.kwargs)))
-        tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        tensors: dict[str, torch.Tensor] = dict(self.module.named_buffers())
+        tensors.update(self.module.named_parameters())
         leaves = {}
         for named in (*recording.buffers, *recording.parameters):
             if named.name in tensors:
@@ -264,9 +269,10 @@ class Subject:
     def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
         """Run the subject that `make` builds of a copy of the module; None if this fails or costs too much."""
         parameters = list(self.module.parameters())
+        shared = {id(parameter): parameter for parameter in parameters}
         costs_nothing = bool(parameters) and parameters[0].is_meta
         try:
-            wider = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
+            wider = make(copy_module(self.module, shared))
             computed = sum(op.output.nbytes for op in run.recording.ops if op.kind == "compute")
             larger = wider.elements > self.elements and not costs_nothing
             if larger and computed > _SMALL:
@@ -287,8 +293,11 @@ class Subject:
             return []
         dims: set[int] = set()
         for value in values:
-            if isinstance(value, torch.Tensor) and _is_batched(value):
-                dims.update(dim for dim in (0, 1) if value.shape[dim] == 1)
+            if not isinstance(value, torch.Tensor) or not _is_batched(value):
+                continue
+            for dim in (0, 1):
+                if value.shape[dim] == 1:
+                    dims.add(dim)
         if len(dims) == 2:
             return [(0, 1), (0,), (1,)]
         return [(dim,) for dim in dims]
@@ -314,15 +323,17 @@ class Subject:
         """
         devices = {tensor.device.type for tensor in self._tensors()}
         lacks_dtype = "mps" in devices and dtype == torch.float64
-        module = cast_module(copy_module(self.module), dtype, "cpu" if lacks_dtype else None)
-        devices_of_copy = {parameter.device.type for parameter in module.parameters()}
-        device = "cpu" if "cpu" in devices_of_copy else None
+        device_of_copy = "cpu" if lacks_dtype else None
+        module = cast_module(copy_module(self.module), dtype, device_of_copy)
+        devices_of_parameters = {parameter.device.type for parameter in module.parameters()}
+        device = "cpu" if "cpu" in devices_of_parameters else None
         args, kwargs = cast_tensors((self.args, self.kwargs), dtype, device)
         return replace(self, module=module, args=args, kwargs=kwargs, grad=False)
 
     def shaken(self) -> Subject:
         """Return it with every input and parameter changed by half a last digit, without a copy of the module."""
-        shake = partial(_shaken, generator=torch.Generator("cpu").manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        shake = partial(_shaken, generator=generator)
         instead = {id(parameter): shake(parameter) for parameter in self.module.parameters()}
         args, kwargs = changed((self.args, self.kwargs), shake)
         return replace(self, instead=instead, args=args, kwargs=kwargs)
@@ -355,15 +366,21 @@ class Subject:
 
     def state(self) -> State:
         """Return everything that a run may change, as it is now."""
-        cpu = torch.get_rng_state()
-        gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()}
-        contents = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        contents = []
+        for buffer in self.module.buffers():
+            contents.append((buffer, buffer.detach().clone()))
         attributes: list[tuple[Any, Any]] = []
         modes = []
         for part in self.module.modules():
             attributes += _contents(part)
             modes.append((part, part.training))
-        return State(cpu, gpus, contents, attributes, modes)
+        return State(
+            cpu=torch.get_rng_state(),
+            gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
+            contents=contents,
+            attributes=attributes,
+            modes=modes,
+        )
 
     @contextmanager
     def replaying(self, state: State) -> Iterator[None]:
@@ -391,15 +408,18 @@ def _shaken(value: Any, generator: torch.Generator) -> Any:
     """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
-    half = signs * (torch.finfo(value.dtype).eps / 2)
-    shaken = value.detach().double() * (1 + half.double())
+    signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1)
+    half_a_digit = torch.finfo(value.dtype).eps / 2
+    halves = signs.to(value.device) * half_a_digit
+    shaken = value.detach().double() * (1 + halves.double())
     return shaken.to(value.dtype)
 
 
 def _can_be_repeated(value: Any) -> bool:
     """Return whether an argument is a tensor, or has nothing that a run may change: a number, or an empty list."""
-    return isinstance(value, (torch.Tensor, *PLAIN)) or value in ((), [], {})
+    if isinstance(value, (torch.Tensor, *PLAIN)):
+        return True
+    return value in ((), [], {})
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mha_inspect.pictures.grid import Picture, PictureAxis, hex_table
-from mha_inspect.pictures.viewer import ROOM, Storage, encoded, fragment, frame, storages, viewer_data, with_viewer
+from mha_inspect.pictures.viewer import (
+    ROOM,
+    SizeOfStage,
+    Storage,
+    encoded,
+    fragment,
+    frame,
+    storages,
+    viewer_data,
+    with_viewer,
+)
 
 AXES = PictureAxis("query"), PictureAxis("key")
 
@@ -74,9 +84,10 @@ def test_what_is_reduced_is_the_largest_and_says_so(rows, columns, cells, bits):
 
 
 def test_storage_keeps_what_fits():
-    assert storages({"weights": (100, 4)}) == {"weights": Storage(16, None)}
-    assert storages({"weights": (ROOM, 4)}) == {"weights": Storage(8, None)}
-    many = storages(dict.fromkeys(("scores", "masked_scores", "weights"), (48 * 32 * 512 * 512, 48 * 32)))
+    assert storages({"weights": SizeOfStage(100, 4)}) == {"weights": Storage(16, None)}
+    assert storages({"weights": SizeOfStage(ROOM, 4)}) == {"weights": Storage(8, None)}
+    size = SizeOfStage(48 * 32 * 512 * 512, 48 * 32)
+    many = storages(dict.fromkeys(("scores", "masked_scores", "weights"), size))
     assert {how.bits for how in many.values()} == {8}
     assert sum(48 * 32 * how.cells**2 for how in many.values()) <= ROOM
     assert many["weights"].cells > many["scores"].cells > 32
