@@ -174,7 +174,7 @@ def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str])
             name, mine, yours = number.name, number.left, number.right
             sentence = (
                 f"{one.base_name} computes {left.stage} with {name} {_written(mine)} {called[0]} and "
-                f"{_written(yours)} {called[1]} ({other.source}). With {_written(mine)} both are the same."
+                f"{_written(yours)} {called[1]} ({other.source}). With {_written(mine)} {left.stage} is the same."
             )
             yield DiffReason("number", sentence)
             return
