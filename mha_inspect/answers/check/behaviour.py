@@ -19,18 +19,21 @@ from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.visibility import kinds_of
 from ...record.arguments import argument_names, tensors_in
-from ...record.ops import Op
+from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ...text import listed, plural
 from .arguments import Source, batch_axis_of
 from .causal_masks import against_causal, against_window
-from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .exchanged_axes import way_out
 from .item_masks import masks_of_other_items
 from .mixed_items import line_of_mixed_items
 from .replay import SIDES, Factor, LostError, factors_of
 from .seen_keys import SeenKeys
 from .slots import slots
+
+_MOST_TOKENS = 64
+"""The largest number of tokens to change one by one."""
 
 
 def inputs(evidence: Evidence) -> Iterator[Finding]:
@@ -94,6 +97,8 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
 def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
     """Yield a fault if tokens of item 0 change other items; `reach` maps a token to the outputs that it changes."""
     leaks = {place: changed for place, changed in reach.items() if bool((changed[1:] > 0).any())}
+    if _compares_items(evidence):
+        leaks = {place: changed for place, changed in leaks.items() if _changes_other_pairs(evidence, source, place)}
     if not leaks:
         return
     place, changed = next(iter(leaks.items()))
@@ -141,6 +146,19 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
     yield Finding("batch", sentence, proof, sure, line, fix=fix)
+
+
+def _compares_items(evidence: Evidence) -> bool:
+    """Return whether the output has a number for each pair of batch items, as contrastive similarities have."""
+    rows = evidence.source.rows
+    return evidence.output.shape == (rows, rows) and not evidence.follows
+
+
+def _changes_other_pairs(evidence: Evidence, source: Source, place: int) -> bool:
+    """Return whether a token of item 0 changes a number of two other items: 0 is a column of every item."""
+    output = evidence.output.clone()
+    output[1:, 1:] = evidence.output_with(source.others(place))[1:, 1:]
+    return bool((evidence.differences(output, times=OTHER_SIZES) > 0).any())
 
 
 def _over_the_batch(evidence: Evidence, source: Source) -> Attention | None:
@@ -276,8 +294,16 @@ def _is_muted(evidence: Evidence) -> bool:
     path = [op for named in recording.outputs for op in between(recording, contexts, named.tensor)]
     made = contexts.union(output.id for op in path for output in op.outputs)
     factors = (tensor for op in path if op.does("product") or op.does("scales") for tensor in op.inputs)
-    values = (evidence.content(tensor) for tensor in factors if tensor.id not in made and tensor.numel > 1)
+    gates = [named.tensor for named in recording.parameters if named.tensor.numel == 1]
+    factors = (tensor for tensor in factors if tensor.id not in made)
+    values = (evidence.content(each) for each in factors if each.numel > 1 or _is_made_of(evidence, each, gates))
     return any(value is not None and not bool(value.any()) for value in values)
+
+
+def _is_made_of(evidence: Evidence, tensor: TensorRef, gates: Sequence[TensorRef]) -> bool:
+    """Return whether a tensor is a parameter of one number, or computed from one: `gate.tanh()`."""
+    ids = {gate.id for gate in gates}
+    return tensor.id in ids or bool(between(evidence.run.recording, ids, tensor))
 
 
 def causal(evidence: Evidence) -> Iterator[Finding]:
@@ -286,7 +312,8 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         return
     if any(sight.queries < sight.keys for sight in evidence.sights):
         evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
-    judged = (against_causal(sight, evidence.intent.window) for sight in _sights_in_order(evidence))
+    sights = [sight for sight in _sights_in_order(evidence) if not _is_order_of_outputs_kept(evidence, sight)]
+    judged = (against_causal(sight, evidence.intent.window) for sight in sights)
     if evidence.intent.causal is None:
         findings = chain(
             _not_as_called(evidence), _almost_causal(evidence), _in_other_order(evidence), _beside_attention(evidence)
@@ -311,6 +338,23 @@ def _sights_in_order(evidence: Evidence) -> Sequence[SeenKeys]:
         return evidence.sights
     names = evidence.source.names
     return [sight for sight in evidence.sights if sight.origins.intersection(names)] or evidence.sights
+
+
+def _is_order_of_outputs_kept(evidence: Evidence, sight: SeenKeys) -> bool:
+    """Return whether an attention over more or other positions than the output has leaves the outputs in order.
+
+    Learned tokens before the sequence, and an image before a text, may see each other: no output sees a later token.
+    """
+    if not sight.sees_future or not evidence.follows or evidence.once or sight.queries == evidence.source.length:
+        return False
+    source = evidence.source
+    if source.length > _MOST_TOKENS:
+        return False
+    for place in range(1, source.length):
+        changed = evidence.differences(evidence.output_with(source.others(place)))
+        if bool((changed[0, :place] > 0).any()):
+            return False
+    return True
 
 
 def _by_outputs(evidence: Evidence) -> Finding | None:
