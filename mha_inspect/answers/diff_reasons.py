@@ -9,7 +9,7 @@ and the only one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import isclose
 
@@ -49,6 +49,9 @@ _SAME_RATIO = 1e-6
 """Scales are the same if their ratio is 1 up to this."""
 _TOGETHER = 2
 """The most changes that are tried together."""
+_OF_BIASES = ("add", "fill", "times", "scale")
+"""Steps from the scores to the softmax that mask, scale, or add a bias."""
+_ALONE = " Nothing else differs."
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +59,11 @@ class _Change:
     """A change of the weights of each attention that may make two sides the same."""
 
     reason: DiffReason
+    """What differs."""
     apply: Callable[[int, Numbers], Numbers]
     """From the place of an attention and its weights by part to changed weights."""
+    weights: str = ""
+    """The weights with which the sides may be the same, in words; empty for a number that is no weight."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,21 @@ def _agreeing(
     for count in range(1, _TOGETHER + 1):
         for together in combinations(changes, count):
             if _written(left, right, numbers, together) and nearness.may_be_same() and _is_same(left, right):
-                return (*orders, *(change.reason for change in together))
+                return (*orders, *_as_reasons(together, where, is_alone=not orders and count == 1))
     return ()
+
+
+def _as_reasons(together: Sequence[_Change], where: Where, *, is_alone: bool) -> Iterator[DiffReason]:
+    """Yield the reason of each change, and what was tried: one change alone, or several that are needed together."""
+    for place, change in enumerate(together, 1):
+        sentence = change.reason.sentence
+        if is_alone:
+            sentence += f" With {change.weights}, {where.subject} returns the same." if change.weights else _ALONE
+        elif change.weights:
+            sentence += f" Take {change.weights}."
+        if not is_alone and place == len(together):
+            sentence += f" With all of these changes, {where.subject} returns the same."
+        yield replace(change.reason, sentence=sentence)
 
 
 def _have_the_same_shapes(left: ComparableRun, right: ComparableRun) -> bool:
@@ -332,12 +351,10 @@ def _rotations(weights: Sequence[Weights], where: Where) -> Iterator[_Change]:
     for before, after, ours, theirs in ways:
         order = reordered(before, after, sizes)
         shown = " ".join(map(str, order[:8].tolist())) + (" …" if width > 8 else "")
-        sentence = (
-            f"The rotation turns features {ours} of a head together {where.left}, and {theirs} {where.right}. "
-            f"With the rows of each head of W_q and W_k in the order {shown}, {where.subject} returns the same."
-        )
+        sentence = f"The rotation turns features {ours} of a head together {where.left}, and {theirs} {where.right}."
+        needed = f"the rows of each head of W_q and W_k in the order {shown}"
         line = f'rearrange(w, "(heads {before}) e -> (heads {after}) e", two=2, half={half})'
-        yield _Change(DiffReason("rotation", sentence, line), _reordering(_OF_ROTATION, order, dim=1))
+        yield _Change(DiffReason("rotation", sentence, line), _reordering(_OF_ROTATION, order, dim=1), needed)
 
 
 def _reordering(parts: Sequence[str], order: Tensor, dim: int) -> Callable[[int, Numbers], Numbers]:
@@ -363,10 +380,10 @@ def _shared_heads(left: Sequence[Weights], right: Sequence[Weights], where: Wher
     order = [remaining[key_head].pop(0) for key_head in theirs]
     sentence = (
         f"Query heads share keys in another order: head 1 uses key head {ours[1]} {where.left} and {theirs[1]} "
-        f"{where.right}{_ways(ours, theirs)}. With the query heads in the order {' '.join(map(str, order))}, in W_q "
-        f"and W_o, {where.subject} returns the same."
+        f"{where.right}{_ways(ours, theirs)}."
     )
-    yield _Change(DiffReason("shared heads", sentence), _reordering(_BY_HEAD, torch.tensor(order), dim=0))
+    needed = f"the query heads in the order {' '.join(map(str, order))}, in W_q and W_o"
+    yield _Change(DiffReason("shared heads", sentence), _reordering(_BY_HEAD, torch.tensor(order), dim=0), needed)
 
 
 def _ways(left: Sequence[int], right: Sequence[int]) -> str:
@@ -395,7 +412,7 @@ def _scales(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
     if place is None:
         return
     ours, theirs = (_scale_words(scale) for scale in scales[place])
-    sentence = f"The scores are {ours} {where.left} and {theirs} {where.right}. Nothing else differs."
+    sentence = f"The scores are {ours} {where.left} and {theirs} {where.right}."
 
     def apply(at: int, numbers: Numbers) -> Numbers:
         for part in _OF_QUERIES:
@@ -528,6 +545,8 @@ def _biased(side: ComparableRun, place: int) -> _Biased | None:
 
 def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
+    if _changes_scores(left, right, place):
+        return ""
     left_biased, right_biased = _biased(left, place), _biased(right, place)
     if left_biased is None or right_biased is None:
         return ""
@@ -552,8 +571,16 @@ def _shown(slopes: Sequence[float]) -> str:
     return f"{shown}, …" if len(slopes) > _HEADS else shown
 
 
+def _changes_scores(left: ComparableRun, right: ComparableRun, place: int) -> bool:
+    """Return whether a function changes the scores on one side, e.g. a soft cap: the rest is then no bias alone."""
+    steps = [step for side in (left, right) for step, _ in side.attentions[place][0].scoring]
+    return any(step not in _OF_BIASES for step in steps)
+
+
 def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
+    if _changes_scores(left, right, place):
+        return ""
     ours, theirs = _biased(left, place), _biased(right, place)
     if ours is None or theirs is None or ours.scores.shape != theirs.scores.shape:
         return ""
@@ -586,6 +613,8 @@ def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, wh
 
     What a side adds is its masked scores without its scores.
     """
+    if _changes_scores(left, right, place):
+        return ""
     ours, theirs = _added(left, place), _added(right, place)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return ""

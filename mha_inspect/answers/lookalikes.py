@@ -57,9 +57,10 @@ def _weights_alone(run: Run, products: list[Op]) -> Iterator[str]:
             steps = between(recording, {product.output.id}, named.tensor)
             if not steps or _have_product(steps):
                 continue
+            name = f" {named.name}" if named.name else ""
             yield (
-                f"Found instead: attention weights without values. {named.name} {list(named.tensor.shape)} sums to 1 "
-                f"over {over}, comes from the product of two activations at {product.source}, and is returned without "
+                f"Found instead: weights without values. Output{name} {list(named.tensor.shape)} sums to 1 over "
+                f"{over}, comes from the product of two activations at {product.source}, and is returned without "
                 "a product with values."
             )
 

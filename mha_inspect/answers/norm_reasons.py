@@ -58,7 +58,7 @@ def _normalized(heads: Tensor | None) -> str | None:
         return "normalized in each head"
     if _is_one_number(squares.sum((1, 3))):
         return "normalized over all heads together"
-    return "not normalized"
+    return "of different lengths"  # not normalized, or multiplied by a gain for each feature
 
 
 def _is_one_number(squares: Tensor) -> bool:

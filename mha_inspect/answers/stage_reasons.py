@@ -180,7 +180,7 @@ def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str])
             our_number, their_number = _written(number.left), _written(number.right)
             sentence = (
                 f"{ours.base_name} computes {left.stage} with {number.name} {our_number} {called[0]} and "
-                f"{their_number} {called[1]} ({theirs.source}). With {our_number} both are the same."
+                f"{their_number} {called[1]} ({theirs.source}). With {our_number} {left.stage} is the same."
             )
             return DiffReason("number", sentence)
     return None

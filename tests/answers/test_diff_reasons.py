@@ -395,7 +395,7 @@ class Normed(Attention):
 @pytest.mark.parametrize(
     ("left", "right", "said"),
     [
-        ("", "head", "The queries are not normalized on the left and normalized in each head on the right."),
+        ("", "head", "The queries are of different lengths on the left and normalized in each head on the right."),
         ("all", "head", "The queries are normalized over all heads together on the left and normalized in each head "),
     ],
 )
@@ -404,3 +404,62 @@ def test_queries_that_are_normalized_in_other_ways(left: str, right: str, said: 
     (reason,) = compared(*sides).reasons
     assert reason.kind == "norm"
     assert reason.sentence.startswith(said)
+
+
+class Gained(Normed):
+    """A norm in each head that multiplies each feature by a gain."""
+
+    def turn(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], torch.linspace(0.5, 2, x.shape[-1]))
+
+
+def test_a_norm_with_a_gain_is_not_called_no_norm() -> None:
+    (reason,) = compared(Gained(), type("Side", (Normed,), {"over": "head"})()).reasons
+    assert "not normalized" not in reason.sentence
+
+
+class TurnedPairs(nn.Module):
+    """Features are turned in halves or in pairs, and the scores have one of two scales."""
+
+    in_pairs, scale = False, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(16, 16) for _ in range(4))
+
+    def turn(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[-2])[:, None] * torch.tensor([1.0, 0.1])
+        first, second = (x[..., ::2], x[..., 1::2]) if self.in_pairs else x.chunk(2, -1)
+        both = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        return torch.stack(both, -1).flatten(-2) if self.in_pairs else torch.cat(both, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = (self.turn(q) @ self.turn(k).mT * self.scale).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_of_two_reasons_neither_is_called_the_only_one() -> None:
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    right = type("Side", (TurnedPairs,), {"in_pairs": True, "scale": 0.1})()
+    reasons = diff(TurnedPairs(), right, x).reasons
+    assert [reason.kind for reason in reasons] == ["scale", "rotation"]
+    assert not any("Nothing else differs" in reason.sentence for reason in reasons)
+    assert reasons[-1].sentence.endswith("With all of these changes, the right returns the same.")
+
+
+class Capped(nn.Module):
+    cap = 5.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 3 * self.q(x) @ self.k(x).mT
+        return (torch.tanh(scores / self.cap) * self.cap).softmax(-1) @ self.v(x)
+
+
+def test_a_soft_cap_is_not_called_a_bias() -> None:
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    assert not diff(Capped(), type("Side", (Capped,), {"cap": 9.0})(), x).reasons

@@ -67,8 +67,8 @@ class Perceptron(Projected):
 
 
 CASES = {
-    Map: "attention weights without values",
-    Weights: "attention weights without values",
+    Map: "weights without values",
+    Weights: "weights without values",
     Linear: "two products of activations in a row",
     Efficient: "two products of activations in a row",
 }

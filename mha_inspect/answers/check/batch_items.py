@@ -16,7 +16,7 @@ from ...naming.visibility import kinds_of
 from ...reports.check import Finding
 from ...text import plural
 from .arguments import Source, batch_axis_of
-from .evidence import Evidence, NotPossibleError
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError
 from .exchanged_axes import way_out
 from .item_masks import masks_of_other_items
 from .mixed_items import line_of_mixed_items
@@ -83,7 +83,7 @@ def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_tokens(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Finding | None:
     """Return a fault if tokens of item 0 change other items; `reach` maps a token to the outputs that it changes."""
-    leak = _first_leak(reach, source)
+    leak = _first_leak(evidence, reach, source)
     if leak is None:
         return None
     if not evidence.follows or not _stay_in_place(reach, leak):
@@ -95,11 +95,28 @@ def _of_tokens(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) 
     return _runs_over_the_batch(evidence, leak) if is_known else _may_run_over_the_batch(evidence, leak)
 
 
-def _first_leak(reach: Mapping[int, Tensor], source: Source) -> _Leak | None:
+def _first_leak(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> _Leak | None:
+    """Return the first token of item 0 that changes another item; None if none does."""
+    compares_items = _compares_items(evidence)
     for token, changed in reach.items():
-        if bool((changed[1:] > 0).any()):
+        if not bool((changed[1:] > 0).any()):
+            continue
+        if not compares_items or _changes_other_pairs(evidence, source, token):
             return _Leak(source, token, changed)
     return None
+
+
+def _compares_items(evidence: Evidence) -> bool:
+    """Return whether the output has a number for each pair of batch items, as contrastive similarities have."""
+    rows = evidence.source.rows
+    return evidence.output.shape == (rows, rows) and not evidence.follows
+
+
+def _changes_other_pairs(evidence: Evidence, source: Source, token: int) -> bool:
+    """Return whether a token of item 0 changes a number of two other items: 0 is a column of every item."""
+    output = evidence.output.clone()
+    output[1:, 1:] = evidence.output_with(source.others(token))[1:, 1:]
+    return bool((evidence.differences(output, times=OTHER_SIZES) > 0).any())
 
 
 def _stay_in_place(reach: Mapping[int, Tensor], leak: _Leak) -> bool:

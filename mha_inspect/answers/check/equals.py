@@ -2,9 +2,9 @@
 
     layers = [Layer(dim, scale=dim ** -0.5) for _ in range(5)] + [Layer(dim)]      # the last one is not scaled
 
-Equal layers are modules of one class at one place of a stack, with heads of one size. Layers that differ on purpose say
-so: in their attributes (`is_local`, `layer_type`, `sliding_window`), by a pattern that repeats, or by a number that is
-another one in every layer.
+Equal layers are modules of one class and of equal parts at one place of a stack, with heads of one size. Layers that
+differ on purpose say so: in their attributes (`is_local`, `layer_type`, `sliding_window`), in a list of the model
+(`layer_types`), by a pattern that repeats, or by a number that is another one in every layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from torch import nn
@@ -80,6 +80,8 @@ def unlike_masks(evidence: Evidence) -> Iterator[Finding]:
         if odd is None or len(odd) > 1:
             continue
         here, there = of_layers[stack.index(odd[0])], of_layers[_first_even(stack, odd)]
+        if here.origins and there.origins and not here.origins & there.origins:
+            continue  # its keys are of another sequence
         proof = "The visible keys are those with weight, or a score that is not lowered."
         yield _finding("masking", odd, stack, _unlike_words(here, there), proof)
 
@@ -135,7 +137,8 @@ def _stacks(evidence: Evidence) -> Iterator[list[_Layer]]:
         module = evidence.subject.module.get_submodule(attention.module) if attention.module else None
         where = re.sub(r"\d+", "*", attention.module)
         sizes = names.num_heads, names.num_kv_heads, names.head_dim, names.lengths
-        stacks[where, type(module), sizes].append(_Layer(attention, names, place))
+        parts = () if module is None else tuple((name, type(part)) for name, part in module.named_children())
+        stacks[where, type(module), parts, sizes].append(_Layer(attention, names, place))
     for stack in stacks.values():
         paths = {layer.path for layer in stack}
         if 1 < len(stack) == len(paths):
@@ -188,13 +191,40 @@ def _is_declared(
     """Return whether an attribute of the modules around each attention differs as the measurements do."""
     declared = [_attributes(evidence.subject.module, layer.path, of_numbers=of_numbers) for layer in stack]
     for name in set.intersection(*map(set, declared)):
-        values = [attributes[name] for attributes in declared]
-        if len(set(values)) < 2 or len(set(values)) == len(stack):
-            continue  # equal in all, or a number of the layer
-        pairs = set(zip(values, measured, strict=True))
-        if len(pairs) == len(set(values)):
+        if _agree([attributes[name] for attributes in declared], measured):
             return True
-    return False
+    return any(_agree(values, measured) for values in _listed_above(evidence.subject.module, stack))
+
+
+def _agree(values: Sequence[Hashable], measured: Sequence[Hashable]) -> bool:
+    """Return whether each value has one measurement; not if it is the same in all layers, or a number of the layer."""
+    if len(set(values)) < 2 or len(set(values)) == len(values):
+        return False
+    return len(set(zip(values, measured, strict=True))) == len(set(values))
+
+
+def _listed_above(module: nn.Module, stack: Sequence[_Layer]) -> Iterator[list[Hashable]]:
+    """Yield what lists in the modules that contain the stack, or in their settings, say of each layer.
+
+    A list has an entry for each layer, `["local", "local", "global"]`, or the numbers of some layers, `[2, 5]`.
+    """
+    parts = stack[0].path.split(".")
+    first = next((place for place, part in enumerate(parts) if re.search(r"\d", part)), 0)
+    for place in range(first + 1):
+        attributes = vars(module.get_submodule(".".join(parts[:place])))
+        settings = [value for value in attributes.values() if hasattr(value, "to_dict") or is_dataclass(value)]
+        for holder in (attributes, *(vars(each) for each in settings if hasattr(each, "__dict__"))):
+            for value in holder.values():
+                yield from _of_each_layer(value, len(stack))
+
+
+def _of_each_layer(value: object, count: int) -> Iterator[list[Hashable]]:
+    """Yield what a list says of each of `count` layers; nothing if it is no list of layers."""
+    if isinstance(value, (str, list, tuple)) and len(value) == count:
+        yield [repr(each) for each in value]
+    is_of_numbers = isinstance(value, (list, tuple, set, frozenset)) and all(type(each) is int for each in value)
+    if is_of_numbers and isinstance(value, (list, tuple, set, frozenset)):
+        yield [layer in value for layer in range(count)]
 
 
 def _attributes(module: nn.Module, path: str, *, of_numbers: bool) -> Mapping[str, Hashable]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...graph.rerun import between
 from ...naming.visibility import kinds_of
-from ...record.ops import Op
+from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .batch_items import changes_beside
 from .evidence import Evidence, NotPossibleError
@@ -75,12 +75,19 @@ def _is_muted(evidence: Evidence) -> bool:
         if not op.does("product") and not op.does("scales"):
             continue
         for factor in op.inputs:
-            if factor.id in on_path or factor.numel < 2:
+            if factor.id in on_path or not (factor.numel > 1 or _is_gate(evidence, factor)):
                 continue
             value = evidence.content(factor)
             if value is not None and not bool(value.any()):
                 return True
     return False
+
+
+def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
+    """Return whether a tensor is a parameter of one number, or computed from one: `gate.tanh()`."""
+    recording = evidence.run.recording
+    gates = {named.tensor.id for named in recording.parameters if named.tensor.numel == 1}
+    return tensor.id in gates or bool(between(recording, gates, tensor))
 
 
 def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:

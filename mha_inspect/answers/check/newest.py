@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...record.arguments import tensors_in
@@ -57,9 +58,19 @@ def _in_no_row(evidence: Evidence, attention: Attention, names: AxisNames) -> Fi
     shifts = {row - token for row, token in tokens.items()}
     if not tokens or not missing or len(shifts) > 1 or missing != list(range(missing[0], count)):
         return None
-    if shifts.pop() + missing[0] != names.lengths[1]:
+    shift = shifts.pop()
+    if shift + missing[0] != names.lengths[1]:
         return None  # the rows behind them have other keys
+    if shift and not _has_given_keys(evidence, key):
+        return None  # e.g. keys that are moved by one on purpose, behind a key of zeros
     return _finding(attention, missing, plural(names.lengths[1], "key"))
+
+
+def _has_given_keys(evidence: Evidence, key: Factor) -> bool:
+    """Return whether an argument beside the tokens reaches the keys, e.g. a cache."""
+    recording = evidence.run.recording
+    others = [named.tensor for named in recording.inputs if named.name not in evidence.source.names]
+    return any(tensor == key.target or between(recording, {tensor.id}, key.target) for tensor in others)
 
 
 def _finding(attention: Attention, missing: list[int], keys: str) -> Finding:
@@ -153,6 +164,8 @@ def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) ->
         rows = _most_rows_returned(evidence, heads)
         if rows is None or rows == heads.shape[2]:
             return None
+        if not _is_last(evidence, attention, names, side):
+            return None  # e.g. a learned key, or empty slots, are behind the newest token
         lost[side] = heads.shape[2] - rows
     if len(set(lost.values())) > 1:
         return None
@@ -176,6 +189,19 @@ def _most_rows_returned(evidence: Evidence, heads: Tensor) -> int | None:
         if rows is not None and (most is None or rows > most):
             most = rows
     return most
+
+
+def _is_last(evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> bool:
+    """Return whether the newest token of the call is the last key, or the last value."""
+    try:
+        factor = Factor(evidence, attention, names, side)
+        place = min(evidence.source.positions or 0, len(factor.tokens) - 1)
+        if factor.tokens[place] != evidence.source.length:
+            return False  # other tokens are projected with those of the call
+        rows = {row for _, row in factor.changed(factor.token(prod(factor.tokens) - 1))}
+    except LostError:
+        return False
+    return rows == {names.lengths[1] - 1}
 
 
 def _rows_returned(heads: Tensor, returned: Tensor) -> int | None:

@@ -450,13 +450,14 @@ def written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], p
     """Return source code for a tensor: `k`, `k.transpose(-2, -1)`, `q_proj(...)`; empty if unknown.
 
     `names` maps tensor ids to names. `path` is the module of the line; the output of another module is written as a
-    call of that module.
+    call of that module, unless it is still running: its output does not exist yet.
     """
     op = recording.producer(tensor)
     if tensor.id in names or op is None:
         return names.get(tensor.id, "")
+    is_running = path.startswith(f"{op.module}.")
     inner = op.module.removeprefix(f"{path}." if path else "")
-    if op.module not in ("", path) and inner.count(".") < 2:
+    if op.module not in ("", path) and not is_running and inner.count(".") < 2:
         return f"{inner}(...)"
     if not op.inputs:
         return ""

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mha_inspect import check, trace
 
@@ -68,6 +69,54 @@ class Sink(Attention):
         return torch.cat([each[:, :, :1], each[:, :, -3:]], 2)
 
 
+class Registers(Attention):
+    """Right: learned keys are behind the tokens, and not in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.randn(1, 2, WIDTH))
+
+    def forward(self, x: Tensor, past: Past | None = None) -> tuple[Tensor, Past]:
+        both = torch.cat([x, self.more.expand(len(x), -1, -1)], 1)
+        q, k, v = (
+            f(each).unflatten(-1, (H, D)).transpose(1, 2)
+            for f, each in zip((self.q, self.k, self.v), (x, both, both), strict=True)
+        )
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), (k[:, :, :-2], v[:, :, :-2])
+
+
+class ZeroBehind(Attention):
+    """Right: a key of zeros is behind the tokens, as torch's add_zero_attn appends one, and not in the cache."""
+
+    def used(self, each: Tensor, cached: bool) -> Tensor:
+        return functional.pad(each, (0, 0, 0, 1))
+
+    def kept(self, each: Tensor) -> Tensor:
+        return each[:, :, :-1]
+
+
+class EmptySlots(ZeroBehind):
+    """Right: a cache of a fixed size, of which the filled slots are returned."""
+
+    def used(self, each: Tensor, cached: bool) -> Tensor:
+        slots = each.new_zeros(*each.shape[:2], 16, each.shape[3])
+        slots[:, :, : each.shape[2]] = each
+        return slots
+
+    def kept(self, each: Tensor) -> Tensor:
+        return each[:, :, :N]
+
+
+class BeforeItself(Attention):
+    """Right: each token sees the tokens before it, and the first one a key of zeros."""
+
+    def used(self, each: Tensor, cached: bool) -> Tensor:
+        return functional.pad(each[:, :, :-1], (0, 0, 1, 0))
+
+
 def given(length: int = N) -> Tensor:
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -107,3 +156,8 @@ def test_right_caches_are_not_suspected(kind: type[Attention]) -> None:
     for tokens in (1, 3):
         assert not check(kind(), given(tokens), cached()).findings
         assert not trace(kind(), given(tokens), cached()).findings
+
+
+@pytest.mark.parametrize("kind", [Registers, ZeroBehind, EmptySlots, BeforeItself])
+def test_keys_behind_the_newest_are_not_taken_for_it(kind: type[Attention]) -> None:
+    assert not [finding for finding in trace(kind(), given()).findings if finding.check == "cache"]
