@@ -324,7 +324,7 @@ def test_in_a_notebook_it_runs_in_a_frame(page, tmp_path, attentions):
 
 
 def test_48_layers_of_32_heads_open_in_20_megabytes(page, tmp_path):
-    sizes = dict.fromkeys(("scores", "masked_scores", "weights"), (48 * 32 * 512 * 512, 48 * 32))
+    sizes = dict.fromkeys(("scores", "masked_scores", "weights"), SizeOfStage(48 * 32 * 512 * 512, 48 * 32))
     how = storages(sizes)
     values = np.random.default_rng(0).random((32, 512, 512), np.float32)
     names = tuple(f"head {head}" for head in range(32))
