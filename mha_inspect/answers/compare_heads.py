@@ -226,7 +226,7 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
         for name, tensor in taken.items()
         if name not in fitting and name not in covered
     ]
-    changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in covered]
+    changes += [Change(f"{name} is missing") for name in given if name not in taken and name not in covered]
     before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]

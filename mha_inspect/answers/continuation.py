@@ -268,7 +268,7 @@ class _Beside:
             if bool(swapped.any()) and not bool(right.any()):
                 return (
                     "The cached values are the keys of the earlier calls.",
-                    "Return the cache in the order of its use.",
+                    "Return keys and values in the order in which the next call reads them.",
                 )
         of_keys = _matches(whole, call, expected)
         apart = (of_keys >= 0) & (self._tokens >= 0) & (of_keys != self._tokens)
@@ -526,7 +526,7 @@ class _Beside:
         empty = call.any(0) & (self._tokens < 0)
         if bool(empty.any()):
             query, row = (int(number) for number in empty.nonzero()[0])
-            return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
+            return f"Position {self.continued.start + query} attends to row {row} of the cache, which has no token.", ""
         of_call = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
         of_call[..., self._tokens[self._filled]] = call[..., self._filled]
         if torch.equal(of_call, whole):

@@ -65,7 +65,7 @@ class Attended:
         columns = _axis(names[-1], panels.shape[2], labels)
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
-                f"{len(labels)} tokens fit no axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
+                f"{len(labels)} tokens fit no axis of {stage}, which has {panels.shape[1]} of {rows.name} "
                 f"and {panels.shape[2]} of {columns.name}. Give one token for each."
             )
         if not title:
@@ -114,7 +114,7 @@ def _drawable(contents: Mapping[str, Tensor], stage: str) -> Tensor:
             )
         return contents[stage]
     instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
-    way = f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}."
+    way = f"Try {instead}." if instead in contents else f"Its stages: {', '.join(contents) or 'none'}."
     raise SpecError(f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. {way}")
 
 

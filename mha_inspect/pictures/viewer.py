@@ -174,7 +174,7 @@ def with_viewer(page: str, data: Mapping[str, Any]) -> str:
     """Return a whole page with the viewer at its end."""
     head, _, rest = page.partition('<meta name="viewport"')
     body, _, end = rest.rpartition("</body>")
-    body = body.replace("<body>", '<body>\n<p><a href="#mha-viewer-title">What the heads look at</a></p>', 1)
+    body = body.replace("<body>", '<body>\n<p><a href="#mha-viewer-title">What the heads attend to</a></p>', 1)
     return f'{head}{policy()}<meta name="viewport"{body}{fragment(data)}</body>{end}'
 
 
@@ -185,8 +185,8 @@ def frame(data: Mapping[str, Any]) -> str:
         f"<body>{fragment(data)}</body></html>"
     )
     return (
-        f'<iframe title="What the heads look at" sandbox="allow-scripts" style="width: 100%; height: 52rem; border: 0" '
-        f'srcdoc="{html.escape(page)}"></iframe>'
+        f'<iframe title="What the heads attend to" sandbox="allow-scripts" '
+        f'style="width: 100%; height: 52rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     )
 
 

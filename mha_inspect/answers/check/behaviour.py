@@ -120,7 +120,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         why = f"dimension {source.batch} is not the batch" if elsewhere else _groups(evidence, source, reach)
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."
-        sentence += f" This is correct if {why}." if why else ""
+        sentence += f" The module is correct if {why}." if why else ""
         line = (line_of_mixed_items(evidence, place) if is_first and sure else "") or line
     elif sure:
         sentence = (
@@ -138,7 +138,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         fix = ""
     proof = (
         f"Changing token {place} of batch item 0 of {source.names[0]} changes item {row + 1} at position {position} "
-        f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
+        f"by {float(changed[row + 1, position]):.3g}. In all, {others} of the {len(changed) - 1} other items change."
     )
     yield Finding("batch", sentence, proof, sure, line, fix=fix)
 
@@ -455,7 +455,7 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
         if finding is None or (later and not any(bool((changed[0, :place] > 0).any()) for place, changed in later)):
             continue  # e.g. keys that are no tokens, made of earlier tokens
         sure = bool(arguments) or is_named  # an attribute may be for another kernel
-        yield replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.", sure=sure)
+        yield replace(finding, evidence=f"{finding.evidence} A causal mask is expected: {reasons[0]}.", sure=sure)
 
 
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:

@@ -344,7 +344,7 @@ def _of_raised(loop: _Loop, way: str, places: list[int], error: RaisedError) -> 
     runs_cut = by_mask and trimmed.runs(places)
     if by_mask and (runs_cut or replace(loop, given="none").runs(places)):
         if _takes_new_alone(loop):
-            evidence.notes.append(f"{name} is that of the new tokens in calls that continue from the cache.")
+            evidence.notes.append(f"In calls that continue from the cache, {name} covers the new tokens only.")
             return
         yield from _of_mask(trimmed, way, error, runs_cut=runs_cut, sure=is_declared)
         return
@@ -357,7 +357,7 @@ def _of_raised(loop: _Loop, way: str, places: list[int], error: RaisedError) -> 
     yield Finding(
         "cache",
         f"The forward raises when it continues from its cache ({way}): {error}.",
-        f"It was called with {how}, and the next tokens.",
+        f"The call had {how} and the next tokens.",
     )
 
 

@@ -297,7 +297,8 @@ def _no_attention(evidence: Evidence) -> str:
         return f"{name} has no attention to check: no softmax(QKᵀ)V was found. {instead}"
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{name} has no attention to check: no softmax(QKᵀ)V was found. It computes {plural(len(products), 'product')}"
+        f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
+        f"The forward computes {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
         + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. Run `mha-inspect trace` to see what it computes."
     )
@@ -343,7 +344,7 @@ def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
     for content in contents:
         if content is None or content.is_meta or content.dtype == torch.bool or bool(content.count_nonzero()):
             return ""
-    return "adds 0 to every score in this call: it masks out nothing" if contents else ""
+    return "adds 0 to every score in this call, so no key is masked out" if contents else ""
 
 
 def _over(attention: Attention, names: AxisNames) -> str:

@@ -84,11 +84,11 @@ def unlike_masks(evidence: Evidence) -> Iterator[Finding]:
         assert there is not None
         if here.words() == there.words():
             count = int((here.seen.any(0) != there.seen.any(0)).sum())
-            what = f"masked otherwise than the others, in {plural(count, 'pair')} of a query and a key"
+            what = f"masked differently from the others, in {plural(count, 'pair')} of a query and a key"
         else:
-            what = f"masked otherwise: {here.words()}; in the others, {there.words()}"
+            what = f"masked differently: {here.words()}; in the others, {there.words()}"
         yield _finding(
-            "masking", odd, stack, what, "The visible keys are those with weight, or a score that is not lowered."
+            "masking", odd, stack, what, "A key is visible if it gets weight, or if no mask lowers its score."
         )
 
 
@@ -115,7 +115,7 @@ def _finding(check: str, odd: Sequence[_Layer], stack: Sequence[_Layer], what: s
     return Finding(
         check,
         f"{paths} {verb} {what}: {len(odd)} of {len(stack)} equal layers.",
-        f"{proof} No attribute of the modules says that they differ.",
+        f"{proof} No attribute of the modules explains the difference.",
         sure=False,
         source=odd[0].attention.score_product.op.source,
         module=odd[0].path,

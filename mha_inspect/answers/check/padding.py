@@ -318,11 +318,11 @@ def _of_other_items(run: Masked) -> Finding:
     if not is_joined and any(_is_by_head(run, before, after) for before, after in run.pairs):
         return Finding(
             "padding",
-            f"The batch axis of {run.name} lies on the heads of the scores: head 0 of every item "
+            f"The batch axis of {run.name} is aligned with the heads of the scores: head 0 of every item "
             "gets the mask of item 0.",
             f"With {run.name} {_word(run.other)} at {run.places} alone, head 0 of batch item {other} changes too.",
             source=run.line,
-            fix=_fix("Give the batch axis of the mask its place", layout),
+            fix=_fix("Align the batch axis of the mask with that of the scores", layout),
         )
     return Finding(
         "padding",
@@ -372,8 +372,8 @@ def _without_effect(run: Masked) -> Finding:
         sentence = (
             f"{run.name} has no effect on the output: query {_places(spared[-1])} sees the same keys with any mask."
         )
-        proof += f" Queries {_places(~spared[-1])} lose keys, and no output is made of them."
-        fix = f"Give {run.name} to the keys of every query, that of a class token included."
+        proof += f" Queries {_places(~spared[-1])} lose keys, but the output does not depend on these queries."
+        fix = f"Apply {run.name} to the keys of every query, also of a class token."
     else:
         sentence = f"{run.name} has no effect on the output, although every query loses keys."
         fix = "Use the result of the attention in the output."
@@ -391,7 +391,7 @@ def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     yield Finding(
         "finite",
         f"{run.name} leaves some queries without keys, so their outputs are NaN."
-        + ("" if real else " They are padding, but the next layer may spread the NaN."),
+        + ("" if real else " These queries are padding, but the next layer may spread the NaN."),
         f"With {run.name} {_word(run.other)} at {run.places}, the output is NaN at {int(rows.sum())} tokens"
         + ("." if real else ", all of them padding."),
         sure=real,
@@ -443,8 +443,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         yield Finding(
             "padding",
             f"The {'side' if side == 'left' else 'length'} of the padding changes real outputs by {apart:.3g}.",
-            f"With {count} padding tokens on the {side}, batch item 0 has other outputs at tokens {start}–{stop - 1} "
-            "than without padding. The content of the padding has no effect.",
+            f"With {count} padding tokens on the {side}, the outputs of batch item 0 at tokens {start}–{stop - 1} "
+            "differ from those without padding. The content of the padding has no effect.",
             fix="Count positions from the first real token: position_ids = mask.cumsum(-1) - 1." * (side == "left"),
         )
 
@@ -484,8 +484,8 @@ def _of_pooled(evidence: Evidence, name: str, source: Source) -> Iterator[Findin
         yield Finding(
             "padding",
             f"The number of padding tokens changes the output of their batch item by {apart:.3g}.",
-            f"Batch item 0 has another output with {count} padding tokens on the {side} than without padding. The "
-            "content of the padding has no effect.",
+            f"With {count} padding tokens on the {side}, the output of batch item 0 differs from that without padding. "
+            "The content of the padding has no effect.",
             fix="Divide means by the number of real tokens, and count positions from the first real token.",
         )
 

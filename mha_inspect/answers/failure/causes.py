@@ -57,7 +57,7 @@ _OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not
 _UNPACKED = r"values to unpack \(expected (?:at least )?(\d+)"
 Shape = tuple[int, ...]
 
-_SAME_BATCH = "Both must have the same batch size."
+_SAME_BATCH = "Both tensors must have the same batch size."
 _SAME_SEQUENCE = "take keys and values from the same sequence"
 
 
@@ -82,7 +82,7 @@ def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
         return None
     drawn = [named.name for named in facts.reached.graph.recording.inputs if named.tensor.shape[-1:] == (drawn_width,)]
     if drawn and suspect.name in _OF_WIDTHS and any(o.shape[-1:] == (drawn_width,) for o in facts.operands):
-        what = f"The width {drawn_width} was drawn by mha-inspect: nothing in the module shows it."
+        what = f"The width {drawn_width} was chosen by mha-inspect: nothing in the module shows it."
         way = f"Give the width: --input-shape {drawn[0]}=2x10x512 with its own sizes."
         return Cause(suspect.name, f"{suspect.explanation} {what}", way)
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
@@ -432,9 +432,11 @@ def _views(facts: Facts) -> Iterator[Suspect]:
         if whole and (head_dim <= 0 or whole % head_dim == 0):
             way, inside = "divide the number of heads by the number of ranks, or give -1", ""
             if head_dim > 0 and width % head_dim:
-                way = f"cut it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank"
-                inside = f", inside of a head of {head_dim}"
-            what = f"{x.name} has {width} of {whole} features: its layer is cut over ranks{inside}."
+                way = (
+                    f"shard it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank"
+                )
+                inside = f", which cuts through a head of {head_dim}"
+            what = f"{x.name} has {width} of {whole} features: its layer is sharded over ranks{inside}."
             yield Suspect("cut_over_ranks", what, (Fix(way),))
         count = head_dim if heads == -1 else heads
         if count > 0 and width % count:
@@ -447,7 +449,7 @@ def _views(facts: Facts) -> Iterator[Suspect]:
                 (
                     # Whole heads divide the width, or a cause was found above.
                     Fix(f"use head_dim {width // heads} ({heads} heads, width {width})"),
-                    Fix(f"a projection with out_features {heads * head_dim}", [(x, resized(-1, heads * head_dim))]),
+                    Fix(f"use a projection with out_features {heads * head_dim}", [(x, resized(-1, heads * head_dim))]),
                 ),
             )
     if len(sizes) == 4 and len(x.shape) == 3 and sizes[1] == -1 and prod(sizes[2:]) == width:

@@ -116,7 +116,7 @@ def _longer(facts: Facts, left: Operand, right: Operand) -> Iterator[Mismatch]:
         last = _cut(longer, place, wanted, f"[..., -{wanted}:{behind}]", from_start=False)
         keys = "keys" if place == -1 else "queries"
         what += f" One covers {has} {keys}, the other {wanted}."
-        last_ones = Fix(f"{last.text} for the last {wanted} {keys}, as a cache of the latest keeps", last.edits)
+        last_ones = Fix(f"{last.text} for the last {wanted} {keys}, as in a cache of the latest keys", last.edits)
         yield Mismatch("mask_size", what, (last_ones, Fix(f"{first.text} for the first {wanted}", first.edits)))
         return
     fixes = (Fix(f"make {_called(longer)} for {wanted} features, or take {first.text}", first.edits),)
@@ -167,7 +167,7 @@ def _parts_of_projection(facts: Facts) -> Iterator[Mismatch]:
     if whole != 3 * has or rest <= 0 or rest % 2 or wanted % (rest // 2):
         return
     each = rest // 2
-    way = f"split([{wanted}, {each}, {each}], -1) in the place of three equal parts"
+    way = f"split([{wanted}, {each}, {each}], -1) instead of three equal parts"
     yield Mismatch(
         "unequal_parts",
         f"{operand.name} has {has} features, a third of {whole}; {wanted} are expected. With fewer key heads than "

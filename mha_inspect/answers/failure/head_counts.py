@@ -87,7 +87,7 @@ def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, 
     kind = "values" if right.part == "value" else "keys"
     counts = f"{left.name} has {left.shape[heads]} heads and {right.name} has {right.shape[heads]}"
     what = (
-        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} is there {times} times. "
+        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} occurs {times} times. "
         f"The sequence was repeated {times} times instead of the heads."
     )
 
