@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # importing it from typing would slow the start
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ def main() -> int:
     try:
         import gc
 
-        gc.disable()
+        gc.disable()  # a command is short: collections would only take time
         code = run()
-        gc.freeze()  # the process ends: no need to collect garbage
+        gc.freeze()  # the process ends: skip the last collection
     except KeyboardInterrupt:  # before or after `run` handles it
         code = 130
     return code

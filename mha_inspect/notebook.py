@@ -120,7 +120,7 @@ class Stages(tuple[LiveStage, ...]):
             return super().__getitem__(key)
         stages = {stage.name: stage for stage in self}
         if key not in stages:
-            raise KeyError(f"this attention has no {key}. It has {', '.join(stages)}.{did_you_mean(key, stages)}")
+            raise KeyError(f"this attention has no {key}. Its stages: {', '.join(stages)}.{did_you_mean(key, stages)}")
         return stages[key]
 
 

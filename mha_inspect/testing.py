@@ -68,7 +68,7 @@ def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
     sizes: dict[str, _Size] = {}
     for stage, pattern in patterns.items():
         if stage not in shapes:
-            return f"the attention has no {stage}. It has {', '.join(shapes)}"
+            return f"the attention has no {stage}. Its stages: {', '.join(shapes)}"
         words = pattern.split()
         shape = list(shapes[stage])
         if len(words) != len(shape):

@@ -62,6 +62,35 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
                 yield item.value, item.value.value
 
 
+def first_words_of_fixes(path: Path) -> list[str]:
+    """The first word of each `fix=` of a call that begins with a word: `Use` of `fix="Use transpose(1, 2)."`."""
+    words = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        fixes = [keyword.value for keyword in node.keywords if keyword.arg == "fix"]
+        if isinstance(node.func, ast.Name) and node.func.id == "Fix":
+            fixes += node.args[:1]
+        for text in (text for fix in fixes for text in _beginnings(fix)):
+            word = re.match(r"[A-Za-z]+(?= )", text)
+            words += [word[0]] if word else []
+    return words
+
+
+def _beginnings(node: ast.expr) -> Iterator[str]:
+    """Each constant that an expression may begin with."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr) and node.values:
+        yield from _beginnings(node.values[0])
+    elif isinstance(node, ast.IfExp):
+        yield from (*_beginnings(node.body), *_beginnings(node.orelse))
+    elif isinstance(node, ast.BinOp):
+        yield from _beginnings(node.left)
+    elif isinstance(node, ast.Call) and node.args:
+        yield from _beginnings(node.args[0])  # e.g. of `_fix("Apply the mask to the keys", layout)`
+
+
 def sentences(text: str) -> list[str]:
     """The sentences of a text: cut behind each full stop."""
     return [piece.strip() for piece in re.split(r"(?<=[.!?])\s+", text) if piece.strip()]

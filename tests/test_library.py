@@ -50,7 +50,7 @@ def test_kept_tensors_are_what_torch_returns(layer, x):
 def test_tensors_are_kept_only_when_asked_for(layer, x):
     with pytest.raises(ValueError, match=r"was not kept\. Trace with keep=True"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].scores.tensor
-    with pytest.raises(AttributeError, match=r"has no masked_scores\. It has query, key, value, q_proj"):
+    with pytest.raises(AttributeError, match=r"has no masked_scores\. Its stages: query, key, value, q_proj"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].masked_scores
 
 
@@ -291,7 +291,7 @@ def test_a_stage_goes_by_its_name_and_a_slip_gets_the_nearest() -> None:
     attention = mha_inspect.trace(nn.MultiheadAttention(12, 3, batch_first=True).eval(), x, x, x).attentions[0]
     assert attention.stages["weights"] is attention.weights
     assert attention.stages[0] is attention.query
-    with pytest.raises(AttributeError, match=r"has no wieghts\. It has query, .*Did you mean weights\?"):
+    with pytest.raises(AttributeError, match=r"has no wieghts\. Its stages: query, .*Did you mean weights\?"):
         _ = attention.wieghts  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match="Did you mean weights"):
         _ = attention.stages["wieghts"]

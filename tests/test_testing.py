@@ -37,7 +37,7 @@ def test_shapes_that_hold(x):
         ({"scores": "bh q 5"}, "scores: expected 5 (bh q 5), got 7: [6, 7, 7]"),
         ({"scores": "b h q k"}, "scores: expected 4 dimensions (b h q k), got 3: [6, 7, 7]"),
         ({"scores": "a q k", "context": "a d q"}, "context: expected q = 7 as in scores (a d q), got 5: [6, 7, 5]"),
-        ({"masked_scores": "bh q k"}, "the attention has no masked_scores. It has query"),
+        ({"masked_scores": "bh q k"}, "the attention has no masked_scores. Its stages: query"),
     ],
 )
 def test_shapes_that_do_not(x, patterns, said):

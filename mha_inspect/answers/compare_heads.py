@@ -252,7 +252,7 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
             changes.append(Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}"))
         else:
             changes.append(Change(f"{name} is new"))
-    changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in projected]
+    changes += [Change(f"{name} is missing") for name in given if name not in taken and name not in projected]
     before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]

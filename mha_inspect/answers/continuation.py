@@ -267,7 +267,7 @@ class _Beside:
         if self._are_swapped(keys, values):
             return (
                 "The cached values are the keys of the earlier calls.",
-                "Return the cache in the order of its use.",
+                "Return keys and values in the order in which the next call reads them.",
             )
         if not _is_unique(whole) or not _is_unique(values[0]):
             return None  # several tokens have the same numbers
@@ -552,7 +552,7 @@ class _Beside:
         empty = call.any(0) & (self._tokens < 0)
         if bool(empty.any()):
             query, row = (int(number) for number in empty.nonzero()[0])
-            return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
+            return f"Position {self.continued.start + query} attends to row {row} of the cache, which has no token.", ""
         of_call = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
         of_call[..., self._tokens[self._filled]] = call[..., self._filled]
         if torch.equal(of_call, whole):

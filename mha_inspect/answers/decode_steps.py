@@ -96,7 +96,7 @@ def jumps(steps: Sequence[Step], *, may_drop: bool) -> list[str]:
             continue
         if may_drop and step.query_offset == step.past:
             continue
-        return [f"The positions jump: {_positions(before)}, then {_positions(step)}; {expected} was expected."]
+        return [f"The positions jump: {_positions(before)}, then {_positions(step)}; expected {expected}."]
     return []
 
 

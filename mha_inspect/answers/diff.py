@@ -195,11 +195,11 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
             return f"{side.label} has no attention {place + 1}"
         tensor = side.attentions[place][0].stages.get(name)
         if tensor is not None and has_shape_only(side.run, tensor):
-            return f"{side.label} never makes it: its kernel has too many scores to recompute them"
+            return f"{side.label} has too many scores in its kernel to compute this stage"
     for side in sides:
         row = side.stage(place, name)
         if row is not None and not _PACKED.isdisjoint(re.findall(r"\w+", row.axes)):
-            return f"{side.label} packs it with other projections, and splits them together with the heads"
+            return f"{side.label} packs this projection with others, and splits them together with the heads"
     for side in sides:
         if name not in side.attentions[place][0].stages:
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"

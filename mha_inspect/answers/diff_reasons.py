@@ -479,7 +479,7 @@ def _of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReaso
             tokens = f"{plural(int(masked.sum()), 'token')} of {masked.numel()}"
             yield DiffReason(
                 "padding",
-                f"They differ only at the {tokens} where {name} is {value}. At all others both return the same.",
+                f"The outputs differ only at the {tokens} where {name} is {value}.",
             )
             return
 
@@ -604,7 +604,7 @@ def _shift(left: Sequence[float], right: Sequence[float], where: Where) -> str:
     ways = ((left, right, where.left, where.right), (right, left, where.right, where.left))
     for first, second, here, there in ways:
         if all(isclose(a, b, rel_tol=NEAR) for a, b in zip(first[1:], second[:-1], strict=True)):
-            return f" Head 1 {here} has the slope of head 0 {there}: a ladder one step off."
+            return f" Head 1 {here} has the slope of head 0 {there}: the slopes are off by one head."
     return ""
 
 
@@ -623,7 +623,7 @@ def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, wh
     if alone:
         return f"The masks differ: of {ours.numel():,} scores, they lower {listed(alone)}."
     count = int(((ours - theirs).nan_to_num(0.0).abs() > _LOWERED).sum())
-    return f"The masks add other numbers to {count:,} of {ours.numel():,} scores." if count else ""
+    return f"The masks add different numbers to {count:,} of {ours.numel():,} scores." if count else ""
 
 
 def _added(side: ComparableRun, place: int) -> Tensor | None:
@@ -640,7 +640,7 @@ def _lowered_alone(added: Tensor, beside: Tensor, called: str) -> str:
     if not bool(alone.any()):
         return ""
     most = -float(added[alone].min())
-    by = f"by up to {most:.4g}" if most < _MASKED_OUT else "out of sight"
+    by = f"by up to {most:.4g}" if most < _MASKED_OUT else "to about -inf"
     return f"{int(alone.sum()):,} {called} alone, {by}"
 
 

@@ -317,10 +317,10 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
 
 def _change(heads: int, before: Mapping[str, Tensor], heads_after: int, after: Mapping[str, Tensor]) -> str:
     """Return a sentence about parameters that differ from the baseline's; empty if all are the same bit for bit."""
-    reshaped, values, gone = [], [], []
+    reshaped, values, missing = [], [], []
     for name, parameter in before.items():
         if name not in after:
-            gone.append(name)
+            missing.append(name)
         elif parameter.shape != after[name].shape:
             reshaped.append(f"{name} {list(parameter.shape)} becomes {list(after[name].shape)}")
         elif not same_bits(parameter, after[name]):
@@ -331,8 +331,8 @@ def _change(heads: int, before: Mapping[str, Tensor], heads_after: int, after: M
         changes.append(first_few(reshaped, 3))
     if added:
         changes.append(f"{len(added)} new: {first_few(added, 3)}")
-    if gone:
-        changes.append(f"{len(gone)} gone: {first_few(gone, 3)}")
+    if missing:
+        changes.append(f"{len(missing)} missing: {first_few(missing, 3)}")
     if values:
         changes.append(f"other values in {first_few(values, 3)}")
     if not changes:

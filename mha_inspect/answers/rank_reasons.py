@@ -73,19 +73,19 @@ class StageOfRanks:
         whole, got, ranks = self._whole, self.every[rank], len(self.every)
         added = torch.stack([*self.every]).sum(0)
         if self._is_near(added, whole):
-            yield f"Added up over the {ranks} ranks, it is the whole: the sum over ranks is missing."
+            yield f"The sum over the {ranks} ranks equals the whole module: an all_reduce is missing."
         if self._is_near(got / ranks, whole):
-            yield f"It is {ranks} times the whole: every rank adds what only one should."
+            yield f"The result is {ranks} times that of the whole module: every rank adds what only one should."
         for name, bias in self.biases.items():
             if bias.shape != whole.shape[-1:] or not bool(bias.any()):
                 continue
             times = "" if ranks == 2 else f"{ranks - 1} · "
             if self._is_near(got - (ranks - 1) * bias, whole):
-                yield f"Without {times}{name} it is the whole: every rank adds the bias."
+                yield f"Without {times}{name}, the result equals the whole module: every rank adds the bias."
             if self._is_near(added - (ranks - 1) * bias, whole):
                 yield (
-                    f"Added up over the {ranks} ranks, without {times}{name}, it is the whole: the sum over ranks is "
-                    "missing, and every rank adds the bias."
+                    f"The sum over the {ranks} ranks, without {times}{name}, equals the whole module: an all_reduce "
+                    "is missing, and every rank adds the bias."
                 )
 
     def _of_other_part(self, rank: int) -> Iterator[str]:
@@ -96,13 +96,13 @@ class StageOfRanks:
                 continue
             part = part_of(self._whole, got.shape, further, ranks)
             if part is not None and self._is_near(part, got):
-                yield f"It is the part of rank {further}."
+                yield f"The result is the part of rank {further}."
         for name, whole in self.wholes.items():
             if name == self.name or whole.dim() != got.dim():
                 continue
             part = part_of(whole, got.shape, rank, ranks)
             if part is not None and self._is_near(part, got):
-                yield f"It is the part of {name}."
+                yield f"The result is the part of {name}."
 
     def _of_order(self, rank: int) -> Iterator[str]:
         """Yield which features or heads of the whole a rank has in place of its own, or a change of its own part."""
@@ -114,7 +114,7 @@ class StageOfRanks:
             word = "features" if cut[0] == got.dim() - 1 else "heads"
             size = len(places)
             expected = spans(range(rank * size, (rank + 1) * size))
-            yield f"It has the {word} {_in_turn(places)} of the whole, in place of {expected}."
+            yield f"The result has {word} {_in_turn(places)} of the whole module instead of {expected}."
         expected_part = part_of(whole, got.shape, rank, len(self.every))
         if expected_part is None:
             return

@@ -93,7 +93,7 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
             for doubt in _doubts(path, of_path, ranks, styles[path]):
                 raise InputError(doubt)
     if not styles:
-        raise InputError("no attention was found, so there are no heads to cut. Check the target.")
+        raise InputError("no attention was found, so there are no heads to shard. Check the target.")
     return Plan(styles)
 
 
@@ -117,7 +117,7 @@ def _require_heads(num_heads: int, attention: AttentionReport, ranks: int) -> No
     place = _place(attention)
     if num_heads % ranks:
         divisors = [str(number) for number in range(2, num_heads + 1) if num_heads % number == 0]
-        way = f"Use --ranks {listed(divisors)}." if divisors else "One head cannot be cut."
+        way = f"Use --ranks {listed(divisors)}." if divisors else "One head cannot be sharded."
         raise InputError(f"{num_heads} heads{place} do not divide among {ranks} ranks. {way}")
     if attention.qk_norm is not None and attention.qk_norm.over == "all":
         raise InputError(f"queries or keys{place} are normed over all heads, and a rank has only some. Norm each head.")
@@ -133,15 +133,15 @@ def _not_one_matrix(letter: str, names: Sequence[str], module: nn.Module) -> str
         if isinstance(part, nn.Linear) and "weight" not in part._parameters:
             return _computes_its_weight(path)
     if not names:
-        return f"{letter} was not found, and without it no heads can be cut."
+        return f"{letter} was not found, and without it no heads can be sharded."
     several = f"{len(names)} matrices ({first_few(names, 2)})"
-    return f"{letter} is {several}, and a plan cuts one by its heads. Join them in one nn.Linear."
+    return f"{letter} is {several}, but a plan shards a single matrix by its heads. Join them in one nn.Linear."
 
 
 def _computes_its_weight(path: str) -> str:
     """Return why the weight of a Linear cannot be cut."""
     return (
-        f"{path} computes its weight in each forward, and parallelize_module cuts parameters. Make the weight "
+        f"{path} computes its weight in each forward, but parallelize_module shards parameters. Make the weight "
         "a parameter, e.g. with torch.nn.utils.parametrize.remove_parametrizations."
     )
 
@@ -160,14 +160,14 @@ def _require_own_linear(part: Part, module: nn.Module) -> None:
         if shard is not None and shard.rows != (0, shard.size):
             place = f"{'columns' if shard.dim else 'rows'} {span(shard.rows)} of "
         raise InputError(
-            f"{part.name} is {place}{name} of {kind}, and parallelize_module cuts nn.Linear. Give each projection a "
-            "nn.Linear, or cut its heads in a function of module and mesh, and prove it with --plan FILE.py:NAME."
+            f"{part.name} is {place}{name} of {kind}, but parallelize_module shards nn.Linear. Give each projection a "
+            "nn.Linear, or shard its heads in a function of module and mesh, and test it with --plan FILE.py:NAME."
         )
     weight = module.get_submodule(owner)._parameters[attribute]
     for path, further in module.named_modules():
         if path != owner and any(tensor is weight for tensor in further._parameters.values()):
             raise InputError(
-                f"{path} has the weight of {owner}, and parallelize_module gives each module a part of its own. "
+                f"{path} has the weight of {owner}, but parallelize_module gives each module a part of its own. "
                 "Give them two weights."
             )
 
@@ -180,7 +180,7 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
     paths = [path for path, _ in module.named_modules()]
     for pattern in styles:
         if not any(is_at(path, pattern) for path in paths):
-            raise InputError(f"the plan names {shown(pattern)}, and no module is there.{did_you_mean(pattern, paths)}")
+            raise InputError(f"the plan names {shown(pattern)}, which is not a module.{did_you_mean(pattern, paths)}")
     doubts: dict[str, None] = {}
     for parts, _ in parts_of(run):
         for path, of_path in _by_module(_matrices(parts)).items():
@@ -215,11 +215,11 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
     path, letters = _folded(path), listed([f"W_{part.letter}" for part in parts])
     is_output = "o" in [part.letter for part in parts]
     if is_output and len(parts) > 1:
-        yield f"{path} is {letters}: one is cut by rows, the other by columns. Give each a nn.Linear."
+        yield f"{path} is {letters}: one is sharded by rows, the other by columns. Give each a nn.Linear."
         return
     if is_output != (style == "rowwise"):
         right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"
-        yield f"{path} is {letters} and cut {style}. It must be {right}."
+        yield f"{path} is {letters} and is sharded {style}; expected {right}."
         return
     dim = 1 if is_output else 0
     for part in parts:
@@ -228,7 +228,7 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
         lines = f"{part.parameter.tensor.shape[dim]} {'columns' if dim else 'rows'}"
         if len(parts) > 1:
             yield (
-                f"{path} has {letters} in its {lines}, and a cut into {ranks} gives a rank other heads "
+                f"{path} has {letters} in its {lines}, and sharding into {ranks} gives a rank other heads "
                 "of each. Give each a nn.Linear."
             )
         else:
@@ -239,7 +239,7 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
 def _no_whole_heads(path: str, lines: str, heads: int, ranks: int) -> str:
     """Return why equal parts of the `64 rows` of a matrix are not whole heads."""
     if heads % ranks:
-        return f"{path} has {plural(heads, 'head')}, and a cut of its {lines} into {ranks} is inside of a head."
+        return f"{path} has {plural(heads, 'head')}, and sharding its {lines} into {ranks} would cut through a head."
     return f"the {lines} of {path} are not its {heads} heads one after the other."
 
 

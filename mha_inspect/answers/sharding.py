@@ -193,7 +193,7 @@ def _without_equal_elements(subject: Subject) -> tuple[Subject, list[str]]:
     notes = []
     if names:
         shown = first_few(names, 2)
-        notes.append(f"Equal elements hide what is added twice or cut: random numbers were added to {shown}.")
+        notes.append(f"Equal elements would hide a doubled or missing sum, so random numbers were added to {shown}.")
     return subject.fresh(drawn), notes
 
 
@@ -244,7 +244,7 @@ def process_group(ranks: int, device: str) -> Iterator[Any]:
     except ImportError:
         raise InputError(_NO_SIMULATION) from None
     if dist.is_initialized():
-        raise InputError("--ranks simulates a process group, and there is one already. Drop --ranks.")
+        raise InputError("--ranks simulates a process group, but one is already running. Drop --ranks.")
     # torch caches results of DTensors by the ranks of their mesh, with the groups of an earlier mesh of these ranks.
     forget = getattr(debug, "_clear_sharding_prop_cache", int)
     forget()
@@ -353,7 +353,7 @@ def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Excepti
     failed = forward_error(spread, run, show, spread.state())
     trace = failed.trace if isinstance(failed, ForwardError) else None
     if trace is not None and ranks is not None:
-        note = f"This is rank 0 of {ranks}. The whole module runs."
+        note = f"The stages are those of rank 0 of {ranks}. The whole module runs."
         return ForwardError(str(failed), replace(trace, notes=(*trace.notes, note)))
     place = way = ""
     failure = None if trace is None else trace.failure
@@ -412,7 +412,7 @@ def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
         if caller is None or caller.f_globals.get("__name__", "").startswith("torch."):
             return answer(*args, **kwargs)
         raise RuntimeError(
-            "the plan asks which rank it is, and all ranks are simulated at once. Try it on real ranks, with "
+            "the plan asks for its rank, but all ranks are simulated at once. Try it on real ranks, with "
             "torchrun -m mha_inspect trace FILE:function"
         )
 
@@ -505,7 +505,7 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
                     compared = StageOfRanks(stage, expected, every, _vectors(subject.module), difference.floor)
                     why = _why(compared, rank, ranks)
                 return f"The first difference is {stage}{of_attention}{difference.words}{why}"
-    return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
+    return "Every stage of every rank agrees with the whole module: the difference comes after the attentions."
 
 
 @dataclass(frozen=True)

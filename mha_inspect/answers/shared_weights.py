@@ -264,8 +264,8 @@ def _before_the_copy(exchanged: Mapping[str, str], source: str, target: str) -> 
     name, name_in_source = next(iter(exchanged.items()))
     more = f", and {plural(len(exchanged) - 1, 'other')} alike" if len(exchanged) > 1 else ""
     return (
-        f" The {target} had drawn {name} as the {source} drew {name_in_source}{more}. "
-        "Layers that are made in another order draw other numbers from one seed."
+        f" Before the copy, {name} of the {target} equalled {name_in_source} of the {source}{more}. "
+        "Layers that are created in another order get different random numbers from one seed."
     )
 
 

@@ -55,7 +55,7 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
         numbers = _of_numbers(subject, before, run, is_kept)
         instead = found_instead(run)
         notes = (*mask_notes(run, leaves), *filter(None, (numbers, instead)))
-        trace = _judged(trace, subject, run, before) if judge else replace(trace, unjudged="it was not asked for")
+        trace = _judged(trace, subject, run, before) if judge else replace(trace, unjudged="judging was not requested")
     if not keep:
         run.recording.values.clear()
     absent = show.without_numbers(trace.environment.device)

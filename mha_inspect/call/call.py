@@ -78,7 +78,7 @@ class Call:
             ways.append(f"--input-shape {name}=SIZES:{dtype}")
         if not ways:
             return ""
-        hint = f"If it takes something else, use {' '.join(ways)}, or --set."
+        hint = f"If the module takes other inputs, use {' '.join(ways)}, or --set."
         masks = [name for name, value in self.kwargs.items() if value is None and "mask" in name]
         if not masks:
             return hint
@@ -305,4 +305,4 @@ def way_out(subject: Subject) -> str:
             fresh.plain()
     except Exception:  # it has another reason
         return subject.hint
-    return "It runs in training mode. Use --train."
+    return "The forward succeeds in training mode. Use --train."

@@ -154,7 +154,7 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     run = RunSpec(**_settings_of(RunSpec, settings))
     if run.device == "meta":
         raise SpecError(
-            "device meta has shapes and no numbers, and compare-heads compares numbers. Use --device cpu, or "
+            "device meta has shapes and no numbers, but compare-heads compares numbers. Use --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
     specs = [kind.spec(num_heads=count, **of_layer) for count in dict.fromkeys(heads)]

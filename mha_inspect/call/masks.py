@@ -370,7 +370,7 @@ def merged_mask(
             return mask.to(dtype)
         if dtype == torch.float16:
             raise InputError(
-                f"{layer} multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
+                f"{layer} multiplies its mask by -1e9, but float16 has no numbers small enough for an additive one. "
                 "Give a boolean mask, or dtype float32."
             )
         ones = mask.to(dtype) / -1e9

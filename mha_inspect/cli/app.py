@@ -139,7 +139,7 @@ class Commands(_Grouped, TyperGroup):
             return super().resolve_command(ctx, [meant, *args])
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
             raise SpecError(
-                f"{shown(asked)} is no command, no file, no class in a file here and no layer."
+                f"{shown(asked)} was not found: there is no such command, file, layer, or class in a file here."
                 f"{did_you_mean(asked, [*COMMANDS, *LAYERS])} Commands: {', '.join(COMMANDS)}. See `{PROGRAM} --help`."
             )
         return super().resolve_command(ctx, args)

@@ -40,11 +40,15 @@ def check(
     ),
     padding_side: str | None = option(INTENT, "Side of the padding.", words=("left", "right"), show_default="right"),
     cache: str | None = option(
-        INTENT, "The argument of the cache, which forward returns second; or of positions.", metavar="NAME"
+        INTENT,
+        "The argument that takes the cache (the forward's second output), or positions.",
+        metavar="NAME",
     ),
-    batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="as the code says, or 0"),
+    batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="from the code, else 0"),
     scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
-    reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),
+    reference: str | None = option(
+        INTENT, "A trusted TARGET with the same arguments, as a reference.", metavar="TARGET"
+    ),
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),

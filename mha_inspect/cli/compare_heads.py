@@ -47,12 +47,12 @@ def compare_heads(
     ),
     focus: bool = option(
         PANEL,
-        "Show the key that each head looks at most, how many keys share the weight, and their distance.",
+        "Show the key that each head attends to most, how many keys share the weight, and their distance.",
         False,
     ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
-        PANEL, "Draw the weights of each head count, a pattern for each head.", False, allow_from_autoenv=False
+        PANEL, "Draw the weights of every head, for each head count.", False, allow_from_autoenv=False
     ),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
@@ -130,7 +130,7 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
         if not isinstance(width, int):
             raise SpecError(
-                f"compare-heads cannot find the width of {shown(target)}, which the numbers of heads depend on. "
+                f"compare-heads cannot find the width of {shown(target)}, which limits the head counts. "
                 "Give the numbers, e.g. --heads 1,2,4."
             )
         compared = chosen_counts(Options(num_heads=options.num_heads, embed_dim=width), ())
@@ -159,7 +159,7 @@ def _counts_that_run(
             runs.append(count)
     if len(runs) < 2:
         return ""
-    way = f"It runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
+    way = f"The target runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
     key_heads = _key_heads(target, options, failing)
     if key_heads and failing % key_heads:
         rule = f"{plural(failing, 'head')}, {plural(key_heads, 'key head')}: the key heads must divide the heads."
@@ -228,7 +228,7 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     if min(compared, default=1) < 1:
         raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
     others = [count for count in divisors(options.embed_dim) if count not in compared] if options.embed_dim > 0 else []
-    way = f"embed_dim {options.embed_dim} allows no other. Try --embed-dim 512."
+    way = f"embed_dim {options.embed_dim} allows no other head count. Try --embed-dim 512."
     if others:
         way = f"Try --heads {compared[0]},{others[0]}."
-    raise SpecError(f"heads {compared[0]} is one head count, and compare-heads needs two or more. {way}")
+    raise SpecError(f"heads {compared[0]} is one head count, but compare-heads needs two or more. {way}")

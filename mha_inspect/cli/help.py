@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 PROGRAM = "mha-inspect"
 TOPICS = {
-    "masks": "causal, padding and other masks, and what check makes of them",
+    "masks": "causal, padding and other masks, and how check tests them",
     "inputs": "sizes, shapes, files, and arguments that cannot be guessed",
     "caches": "decoding with a cache: --decode, --cache, --positions",
     "checkpoints": "files of weights: params FILE, --like, diff of two files",
-    "ranks": "attention cut over devices: --ranks, and torchrun",
-    "pictures": "what each head looks at: --picture, html and png",
+    "ranks": "attention sharded over devices: --ranks, and torchrun",
+    "pictures": "what each head attends to: --picture, html and png",
     "library": "the same in Python, in notebooks and in pytest",
     "json": "output for programs",
-    "exit-codes": "what 0, 1, 2, 3 and others mean",
+    "exit-codes": "the meaning of each exit code",
 }
 """Pages of the manual, each a file `manual/NAME.md`, and what they are about."""
 
@@ -106,7 +106,7 @@ SHORT = {
             ("--embed-dim N", "width of the input [512]"),
             ("--seq-len N", "number of tokens [12]"),
             ("--steps N", "train each on one task; 1: the first gradient"),
-            ("--focus", "what each head looks at"),
+            ("--focus", "what each head attends to"),
             ("--picture", "draw the weights of each head count"),
             ("--time", "measure the forward"),
             _SET,
@@ -141,10 +141,10 @@ SHORT = {
             ("--causal", "no token may see a later one"),
             ("--window N", "each token sees N tokens, its own included"),
             ("--mask NAME=keep|ignore", "padding mask, and what 1 or True means"),
-            ("--cache NAME", "argument of the cache"),
+            ("--cache NAME", "argument that takes the cache"),
             ("--scale sqrt_head_dim", "the scores are divided by √head_dim"),
             ("--reference TARGET", "a trusted module with the same arguments"),
-            ("--only NAME, --skip NAME", "checks to run, or not: see --list and --explain NAME"),
+            ("--only NAME, --skip NAME", "checks to run or skip; see --list and --explain"),
             ("--strict", "exit with 1 also if something may be wrong"),
             _SHAPE,
             _EXPORT,
@@ -203,7 +203,7 @@ def manual(topic: str) -> str:
 
 
 def page_of_check(name: str) -> str:
-    """Return the page of a check, as Markdown: what is measured, a module that fails, and its mend."""
+    """Return the page of a check, as Markdown: what is measured, a module that fails, and its fix."""
     return _packaged("answers/check/pages", name)
 
 

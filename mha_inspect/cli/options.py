@@ -253,7 +253,7 @@ class Options:
         """Take the arguments of a layer from --set. Raises `SpecError` for other names, and for --input-shape."""
         if self.input_shape:
             raise SpecError(
-                f"--input-shape {shown(self.input_shape[0])} needs a TARGET, and {command} was given none. Name one, "
+                f"--input-shape {shown(self.input_shape[0])} needs a TARGET, but {command} was given none. Name one, "
                 f"e.g. mha-inspect {command} path/to/file.py:Name."
             )
         for text in self.settings or ():
@@ -320,7 +320,7 @@ def require_ranks(ranks: int | None, **others: bool) -> None:
     for name in (name for name, is_given in others.items() if is_given and ranks is not None):
         raise SpecError(f"--ranks and {dashed(name)} cannot be combined. Drop one.")
     if ranks is not None and ranks < 2:
-        raise SpecError(f"ranks {ranks} cuts nothing: it must be 2 or more. Try --ranks 2.")
+        raise SpecError(f"ranks {ranks} is too small: it must be 2 or more. Try --ranks 2.")
 
 
 def is_target(text: str) -> bool:

@@ -43,7 +43,7 @@ def params(
         metavar="TARGET",
         show_default="names and shapes only",
     ),
-    ranks: int | None = size(PANEL, "Cut the heads over N ranks, and show the part of rank 0.", unset="one"),
+    ranks: int | None = size(PANEL, "Shard the heads over N ranks, and show the part of rank 0.", unset="one"),
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes, count and purpose.
 
@@ -95,7 +95,7 @@ def _params_of_file(text: str, options: Options, like: str | None, *, per_head: 
 
 
 def _nothing_to_cut(ranks: int) -> SpecError:
-    return SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
+    return SpecError(f"--ranks {ranks} needs one module to shard. Give a layer or a TARGET, and one --num-heads.")
 
 
 def _check_layer(options: Options, heads: tuple[int, ...]) -> None:
@@ -104,7 +104,7 @@ def _check_layer(options: Options, heads: tuple[int, ...]) -> None:
     subject.check_layer(options, heads)
     for name in sorted(options.typed & {*_OF_INPUTS}):
         raise SpecError(
-            f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
+            f"{dashed(name)} sets the inputs, but the parameters of a layer do not depend on them. Drop it."
         )
 
 

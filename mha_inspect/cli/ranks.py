@@ -99,7 +99,7 @@ def _calls_of(error: BaseException | None) -> dict[str, dict[str, Any]]:
 def _way_out(calls: dict[str, dict[str, Any]]) -> str:
     """Return the way out, as a further sentence, of a call that needs other ranks or a device that is missing."""
     if place() is None and calls.keys() & {"_env_rendezvous_handler", "_get_default_group"}:
-        return "This is one process: start the command with torchrun --nproc-per-node 2 -m mha_inspect trace."
+        return "Only one process is running: start the command with torchrun --nproc-per-node 2 -m mha_inspect trace."
     device = calls.get("init_device_mesh", {}).get("device_type")
     if device is None:
         return ""

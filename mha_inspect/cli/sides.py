@@ -63,7 +63,7 @@ class AskedSide:
         """The layer of the catalog. Raises `SpecError` for an unknown layer, or for a module of a layer."""
         if self.path is not None:
             raise SpecError(
-                f"--{self.name}-module {shown(self.path)} needs a target, and the {self.name} side is a layer. Drop it."
+                f"--{self.name}-module {shown(self.path)} needs a target, but the {self.name} side is a layer. Drop it."
             )
         return find_layer(self.text)
 
@@ -222,7 +222,7 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
         options.take_settings("diff")
     if both_named and not has_target and options.layer not in ("torch", left.text, right.text):
         raise SpecError(
-            f"layer {options.layer} is a third layer beside {left.text} and {right.text}, and diff compares two. "
+            f"layer {options.layer} is a third layer beside {left.text} and {right.text}, but diff compares two. "
             "Drop --layer."
         )
     first = left.text or options.layer

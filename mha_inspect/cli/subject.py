@@ -42,7 +42,7 @@ def single_head_count(options: Options, command: str) -> int:
     first, *more = head_counts(options)
     if more:
         raise SpecError(
-            f"num_heads {options.num_heads} is a list, and {command} takes one number, e.g. --num-heads {first}. "
+            f"num_heads {options.num_heads} is a list, but {command} takes one number, e.g. --num-heads {first}. "
             f"To compare several: `mha-inspect params --num-heads {options.num_heads}` or `mha-inspect "
             f"compare-heads --heads {options.num_heads}`."
         )
@@ -165,7 +165,7 @@ def _require_no_file(text: str) -> None:
 
     if is_checkpoint(text):
         if not Path(text).exists():
-            raise SpecError(f"{shown(text)} was not found. Give the path of a file that is there.")
+            raise SpecError(f"{shown(text)} was not found. Give the path of an existing file.")
         raise SpecError(
             f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
             f"{shown(text)}`."

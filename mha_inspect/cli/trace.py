@@ -45,22 +45,25 @@ def trace(
     ),
     fail_if: str | None = option(
         PANEL,
-        "Exit with code 1 if the run shows a problem, or a problem or a suspicion.",
+        "Exit with code 1 if the run shows a problem; with suspicion, also if it shows a suspicion.",
         words=("problem", "suspicion"),
-        show_default="0 with findings",
+        show_default="never",
     ),
     decode: int | None = size(
         DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
     ),
     cache: str | None = option(
-        DECODE, "The argument of the cache, which forward returns second.", metavar="NAME", show_default="found"
+        DECODE,
+        "The argument that takes the cache, the second value that forward returns.",
+        metavar="NAME",
+        show_default="found",
     ),
     positions: str | None = option(
-        DECODE, "A further argument of positions, to advance at each step.", metavar="NAME", show_default="by name"
+        DECODE, "An argument that takes positions, to advance at each step.", metavar="NAME", show_default="by name"
     ),
-    ranks: int | None = size(RANKS, "Cut the heads over N ranks, and run all of them in this process.", unset="one"),
+    ranks: int | None = size(RANKS, "Shard the heads over N ranks, and run all of them in this process.", unset="one"),
     plan: Path | None = file(
-        RANKS, "How to cut: JSON from module path to colwise, rowwise or replicate, or FILE.py:NAME.", unset="found"
+        RANKS, "How to shard: JSON from module path to colwise, rowwise or replicate, or FILE.py:NAME.", unset="found"
     ),
     picture: str | None = option(
         PICTURE,
@@ -84,8 +87,8 @@ def trace(
     With --decode, a table has a row for each call. The last position of each is compared with one forward over all
     tokens; the exit code is 1 if one differs.
 
-    With --ranks, W_q, W_k and W_v are cut by whole heads and W_o by columns. The stages are those of rank 0, the plan
-    is ready to paste, and the outputs of all ranks are compared with that of the whole module.
+    With --ranks, W_q, W_k and W_v are sharded by whole heads and W_o by columns. The stages are those of rank 0, the
+    plan is ready to paste, and the outputs of all ranks are compared with that of the whole module.
     """
     subject.check(target, options, "trace")
     for flag, argument in (("--cache", cache), ("--positions", positions)):
@@ -179,7 +182,7 @@ def _traced(
 def _with_notes(trace: Trace, notes: Iterable[str]) -> Trace:
     """Return the trace of a forward that raised, with these notes and the rank of this process; not empty ones."""
     here = place()
-    where = "" if here is None else f"These are the stages of {here}."
+    where = "" if here is None else f"The stages are those of {here}."
     further = [note for note in (*notes, where) if note]
     return replace(trace, notes=(*trace.notes, *further))
 

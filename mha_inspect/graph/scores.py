@@ -1,9 +1,9 @@
 """Find the operation that gives the scores, and the steps to the softmax in order: scale, mask, soft cap, sinks.
 
-Scores are a product of queries and keys. Without a product, queries and keys are added, subtracted or concatenated,
-passed through a nonlinear function and reduced: e.g. the attention of Bahdanau, graph attention, and scores by
-distance. The nonlinear function is needed: without it a query adds the same number to every score and changes no
-weight.
+Scores are a product of queries and keys, `q @ k.mT`. Without a product, queries and keys are joined: added, subtracted
+or concatenated, passed through a nonlinear function and reduced. Examples are additive attention (Bahdanau),
+`(tanh(q[:, :, None] + k[:, None]) * v).sum(-1)`, graph attention, and scores by distance. The nonlinear function is
+needed: without it a query adds the same number to every score and changes no weight.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from .rules import reduced_places
 from .softmax import is_shift
 from .standardised import statistic_step
 
-_LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
-"""How queries and keys are joined, and the maximal number of reductions from the join to the scores. Concatenated
-features are mixed before the nonlinear function. A distance is a score."""
+_MOST_REDUCTIONS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
+"""Each way to join queries and keys, with the most reductions of features that may follow before the scores.
+
+A sum is reduced once, to one number per query and key. Concatenated features are also projected before the nonlinear
+function. A distance is a score already.
+"""
 
 BATCHED = ("bmm", "baddbmm")
-"""Products that a projection is not written with."""
-_ORDERS = {"sort": 1, "topk": 2}
+"""Products of two batches of matrices. A projection is never one of them: its weight has no batch."""
+_SORTS = {"sort": 1, "topk": 2}
 """Operations that sort numbers, and the position of their dimension argument."""
 
 
@@ -41,15 +44,16 @@ def score_product(
 ) -> ProductPath | None:
     """Return the product that gives the input of a softmax, or another join of queries and keys; None if there is none.
 
-    A relative-position term is a product too, but it is gathered on the way or does not depend on the input.
+    `masked` is the input of the softmax, which runs over its dimension `dim` in the module `module`. A
+    relative-position term is a product too, but it is gathered on the way or does not depend on the input.
     """
     over = graph.dimensions.along(masked, dim)
     scores = _likeliest_product(graph, masked, over, module)
     if scores is not None and scores.product.op.index in graph.products:
         return _through_writes(graph, scores)
-    joint = _joint_behind(graph, masked, over)
-    if joint is not None:
-        return joint
+    joined = _join_before(graph, masked, over)
+    if joined is not None:
+        return joined
     return None if scores is None else _through_writes(graph, scores)
 
 
@@ -57,7 +61,7 @@ class _Candidate(NamedTuple):
     """A product that may give the scores, with the reasons against it; the first reason counts most."""
 
     reasons: tuple[bool, bool, bool]
-    """Whether it is no product of two activations, is gathered on the way, or does not depend on an input."""
+    """Whether it is not a product of two activations, is gathered on the way, or does not depend on an input."""
     scores: ProductPath
 
 
@@ -67,7 +71,10 @@ def _likeliest_product(
     over: set[Axis],
     module: str,
 ) -> ProductPath | None:
-    """Return the nearest product behind the input of a softmax with the fewest reasons against it; None without one."""
+    """Return the product with the least reasons against it, of several the nearest to the softmax; None without one.
+
+    `over` has the axes that the softmax runs over.
+    """
 
     def through(op: Op) -> bool:
         return graph.passes_on(op) or graph.norms_scores(op) or mixes(graph, op, over)
@@ -93,8 +100,8 @@ def _likeliest_product(
     return None if best is None else best.scores
 
 
-def _joint_behind(graph: Graph, masked: TensorRef, over: set[Axis]) -> ProductPath | None:
-    """Return the nearest join of queries and keys behind the input of a softmax; None if there is none."""
+def _join_before(graph: Graph, masked: TensorRef, over: set[Axis]) -> ProductPath | None:
+    """Return the nearest join of queries and keys before a softmax over the axes `over`; None if there is none."""
     if not over:
         return None
 
@@ -103,14 +110,20 @@ def _joint_behind(graph: Graph, masked: TensorRef, over: set[Axis]) -> ProductPa
 
     for step in graph.back(masked, through):
         op = graph.producer(step.tensor)
-        joint = None if op is None else _joined(graph, op, step.path[::-1], over)
-        if joint is not None:
-            return joint
+        if op is None:
+            continue
+        joined = _joined(graph, op, step.path[::-1], over)
+        if joined is not None:
+            return joined
     return None
 
 
 def _through_writes(graph: Graph, scores: ProductPath) -> ProductPath:
-    """Return a path through what is computed from the scores, also where that is written over them."""
+    """Return the path with the operations whose result was written over the scores.
+
+    In `scores[:, :, 0] = f(scores[:, :, 0])` the path through memory is `copy_` alone. The path that is returned has
+    the operations of `f` before it.
+    """
     path: list[Op] = []
     computed = {scores.tensor.storage}
     for op in scores.path:
@@ -129,10 +142,10 @@ def _of_learned_query(
     over: set[Axis],
     module: str,
 ) -> Product | None:
-    """Return a product of keys with a parameter in place of the queries; None for other operations.
+    """Return a product of keys with a parameter that is the query, as in attention pooling; None for other operations.
 
-    The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
-    layer of its own, outside the module of the softmax, is a scorer, and no query.
+    The softmax must run over positions of the keys: a softmax over the output features of a projection is a router's.
+    The product must be in the module of the softmax: a layer outside scores tokens, but its weight is not a query.
     """
     if not over or (op.base_name not in BATCHED and not inside(module, op.module)):
         return None
@@ -150,26 +163,34 @@ def _of_learned_query(
 
 
 def only_activation(graph: Graph, product: Product) -> TensorRef | None:
-    """Return the one factor of a product that is no weight; None if both are, or none is."""
+    """Return the factor of a product that is an activation, if the other is a weight; otherwise None."""
     if graph.is_weight(product.left) == graph.is_weight(product.right):
         return None
     return product.right if graph.is_weight(product.left) else product.left
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:
-    """Return a projection as a possible mixing of heads; None for any other operation."""
+    """Return a projection as a possible mixing of heads, as in talking heads; None for any other operation.
+
+    Its dimension is the one that is summed: channels of a convolution, the last of `x @ W`, the one before of `W @ x`.
+    """
     if not graph.is_projection(op):
         return None
-    source, place = graph.projected(op), -1
+    source = graph.projected(op)
     if op.base_name == "convolution":
-        place = 1
+        summed = 1
     elif graph.is_weight(op.inputs[-2]) and len(source.shape) > 1:
-        place = -2
-    return Mixing(op, source, place)
+        summed = -2
+    else:
+        summed = -1
+    return Mixing(op, source, summed)
 
 
 def mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
-    """Return whether a projection may mix scores or weights by head: it sums over no axis of the softmax."""
+    """Return whether this is a projection that may mix the scores or weights of heads.
+
+    It must not sum over an axis of the softmax, `over`.
+    """
     if not over:
         return False
     mixing = mixing_of(graph, op)
@@ -191,7 +212,10 @@ def mixings_of(graph: Graph, ops: Iterable[Op]) -> list[Mixing]:
 
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
-    """Return whether every projection on the way to the softmax sums over heads: batch axes of the scores product."""
+    """Return whether every projection on the way to the softmax sums over heads.
+
+    Heads are batch axes of the scores product: `batch heads` in `batch heads query key`.
+    """
     mixings = mixings_of(graph, path)
     if not mixings:
         return True
@@ -214,7 +238,7 @@ def _joined(
 ) -> ProductPath | None:
     """Return the scores of queries and keys that this operation joins, and the path to the softmax; else None."""
     name = "distance" if op.does("distances") else plain_name(op)
-    if name not in _LAYERS or len(op.inputs) != 2:
+    if name not in _MOST_REDUCTIONS or len(op.inputs) != 2:
         return None
     if not graph.comes_from_inputs(*op.inputs):
         return None
@@ -238,31 +262,33 @@ def _joined(
 
 
 def _count_to_scores(graph: Graph, name: str, path: tuple[Op, ...]) -> int | None:
-    """Return how many operations lead from a join to the scores: up to the last reduction, and its bias.
+    """Return how many operations of the path lead from a join to the scores: up to the last reduction, and its bias.
 
     None if the join gives no scores: without a nonlinear function, or with more reductions than this kind of join has.
+    In `linear(tanh(q + k))`, with the path `tanh, mv, add, softmax`, there are three.
     """
     if name != "distance" and not any(map(graph.bends, path)):
         return None
     ends = [place for place, op in enumerate(path) if graph.reduces(op)]
-    if len(ends) > _LAYERS[name]:
+    if len(ends) > _MOST_REDUCTIONS[name]:
         return None
     if not ends:
         return None if name == "cat" else 0
     last = path[ends[-1]]
     count = ends[-1] + 1
+    # A linear layer adds its bias in the same call.
     while count < len(path) and path[count].call == last.call:
         count += 1
     return count
 
 
 class _Keys(NamedTuple):
-    """The keys of a join of queries and keys."""
+    """The keys among the two factors of a join: the factor with the axes that the softmax runs over."""
 
     are_left: bool
-    """Whether they are its left factor."""
+    """Whether the keys are the left factor: `k + q` instead of `q + k`."""
     axes: set[Axis]
-    """The axes of the softmax in that factor."""
+    """The axes of the softmax in the keys."""
 
     @classmethod
     def of(cls, graph: Graph, op: Op, over: set[Axis]) -> _Keys | None:
@@ -288,7 +314,10 @@ def _before_broadcast(graph: Graph, factor: TensorRef) -> TensorRef:
 
 
 def further_term(graph: Graph, scored: Joint, op: Op) -> TensorRef | None:
-    """Return what an operation adds to joined queries and keys that depends on the inputs too; None if nothing."""
+    """Return the tensor that an operation adds to joined queries and keys, if it depends on the inputs; otherwise None.
+
+    In `tanh(q + k + location)`, the second addition adds `location`, a further term.
+    """
     if plain_name(op) != "add" or len(op.inputs) < 2:
         return None
     joined = made_of({scored.multiply.output.id}, scored.between)
@@ -300,27 +329,30 @@ def further_term(graph: Graph, scored: Joint, op: Op) -> TensorRef | None:
 
 
 def with_keys_of(graph: Graph, scored: Product, values: TensorRef) -> Product:
-    """Return scores whose keys are the term that is made of what the values are made of, if several terms are added."""
+    """Return joined scores with the right term as the keys, if several terms are added: `q + context + k`.
+
+    The keys are the term that is computed from the same tensor as the values.
+    """
     if not isinstance(scored, Joint):
         return scored
-    of_values = _origins(graph, values)
+    origins_of_values = _origins(graph, values)
 
-    def is_behind_values(tensor: TensorRef) -> bool:
-        return not of_values.isdisjoint(_origins(graph, tensor))
+    def has_origin_of_values(tensor: TensorRef) -> bool:
+        return not origins_of_values.isdisjoint(_origins(graph, tensor))
 
     for op in scored.between:
         term = further_term(graph, scored, op)
-        if term is None or not is_behind_values(term):
+        if term is None or not has_origin_of_values(term):
             continue
-        if scored.left.shape == term.shape and not is_behind_values(scored.left):
+        if scored.left.shape == term.shape and not has_origin_of_values(scored.left):
             return replace(scored, left=term)
-        if scored.right.shape == term.shape and not is_behind_values(scored.right):
+        if scored.right.shape == term.shape and not has_origin_of_values(scored.right):
             return replace(scored, right=term)
     return scored
 
 
 def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
-    """Return the ids of a tensor before it was moved, and of what its projection reads."""
+    """Return the ids of a tensor before it was reshaped or permuted, and of the input of its projection."""
     origin = graph.before_moves(tensor)
     op = graph.producer(origin)
     if op is None or not graph.is_projection(op):
@@ -329,20 +361,20 @@ def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
-    """Return whether this is a statistic of the keys, e.g. the mean in a norm, or the sorted keys."""
+    """Return whether the supposed query is a statistic of the keys: the mean in `k - k.mean()`, or the sorted keys."""
     op = graph.producer(graph.before_moves(query))
     if op is None or not op.inputs:
         return False
     dims = graph.dimensions.of(op.inputs[0])
     if not dims:
         return False
-    return any(not keys.isdisjoint(dims[place]) for place in _places_of_statistic(op))
+    return any(not keys.isdisjoint(dims[dim]) for dim in _dims_of_statistic(op))
 
 
-def _places_of_statistic(op: Op) -> tuple[int, ...]:
+def _dims_of_statistic(op: Op) -> tuple[int, ...]:
     """Return the dimensions that an operation reduces or sorts; none for other operations."""
-    if op.base_name in _ORDERS:
-        return (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
+    if op.base_name in _SORTS:
+        return (int(setting(op, _SORTS[op.base_name], "dim", -1)),)
     return reduced_places(op) if axes_rule(op.base_name) == "reduce" else ()
 
 
@@ -359,7 +391,10 @@ def _sizes_above_one(tensor: TensorRef) -> list[int]:
 
 
 def moved_for(graph: Graph, op: Op, product: Product) -> bool:
-    """Return whether this only rearranges a factor for the product: in the same call, or to broadcast it."""
+    """Return whether an operation only rearranges a factor for the product: in the same call, or to broadcast it.
+
+    torch.einsum permutes its operands before `bmm`; `q[:, :, None] * k[:, None]` adds dimensions before `mul`.
+    """
     if not graph.moves(op):
         return False
     if op.call == product.multiply.call:
@@ -370,7 +405,7 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
 
 
 def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
-    """Return a factor before it was rearranged for the product."""
+    """Return a factor as the user wrote it: before it was rearranged for the product."""
     return graph.before(factor, lambda op: moved_for(graph, op, product))
 
 
@@ -385,17 +420,20 @@ class Scoring(NamedTuple):
     masked: TensorRef
     """The input of the softmax, without sinks."""
     scale: float | None
-    """The factor of the scores at that stage; None if unknown."""
+    """The factor between q·kᵀ and `scores`, e.g. 1/√head_dim; None if unknown."""
     late_scale: float | None
-    """The factor of the scores after that stage, together with the masks; None if unknown."""
+    """The factor between `scores` and the softmax, which also scales the masks before it; None if unknown."""
     masks: list[Op]
+    """The operations that add, fill in or multiply by a mask or a bias."""
     mixed: list[Mixing]
+    """The projections that mix the scores of heads."""
     steps: list[tuple[str, float | None]]
     """The steps from the scores to the softmax, in order: `add`, `fill` or `times` for a mask, `scale` and its number,
     `mixed` for a projection of heads, or the name of a function."""
     sinks: Op | None = None
+    """The operation that appends attention sinks."""
     shifts: tuple[Op, ...] = ()
-    """The masks that add one number for each softmax."""
+    """Those of the masks that add one number to all scores of a query, which changes no weight."""
 
 
 def multiply(numbers: Iterable[float | None]) -> float | None:
@@ -445,8 +483,8 @@ class _ScoringReader:
         self._softmax_input = softmax_input
         self._over = over
         """The axes of the softmax."""
-        # A slice of the scores that is masked and written back is not the scores.
-        self._smallest = min(product.output.numel, softmax_input.numel)
+        self._fewest_elements = min(product.output.numel, softmax_input.numel)
+        """A tensor with fewer elements is a slice of the scores, e.g. one that is masked and written back."""
         self._tensor = product.output
         """The result of the last step."""
         self._scores = product.output
@@ -491,11 +529,12 @@ class _ScoringReader:
     # -- one operation ------------------------------------------------------------------------------------------------
 
     def take(self, op: Op, result: TensorRef) -> None:
-        """Take an operation on the way from the scores to the softmax, and its result."""
-        self._take(op, result)
+        """Take the next operation on the way from the scores to the softmax, and its result."""
+        self._take_kind(op, result)
         self._tensor = result
 
-    def _take(self, op: Op, result: TensorRef) -> None:
+    def _take_kind(self, op: Op, result: TensorRef) -> None:
+        """Find what an operation does to the scores, and take that step."""
         graph, name = self._graph, plain_name(op)
         mixing = mixing_of(graph, op)
         if mixing is not None:
@@ -518,17 +557,18 @@ class _ScoringReader:
             return self._bend(name)
         if op.does("scales"):
             return self._multiply_by_tensor(op, result)
-        if self._is_plain and name != "_to_copy" and result.numel >= self._smallest:
+        if self._is_plain and name != "_to_copy" and result.numel >= self._fewest_elements:
             self._scores = result
         return None
 
-    def _leave_plain(self) -> None:
-        """Forget a permutation of heads for a norm or a mixing projection: it is no part of the scores."""
+    def _undo_permutation(self) -> None:
+        """Take the scores before a permutation for a norm or a mixing projection, if they were only moved so far."""
         if self._is_plain:
             self._scores = _unmoved(self._graph, self._scores, self._product)
 
     def _mix(self, mixing: Mixing) -> None:
-        self._leave_plain()
+        """Take a projection that mixes the scores of heads."""
+        self._undo_permutation()
         self._mixed.append(mixing)
         self._steps.append(("mixed", None))
 
@@ -542,6 +582,7 @@ class _ScoringReader:
         return None
 
     def _scale_late(self, number: float | None) -> None:
+        """Take a factor that comes after a mask or a nonlinear function, and so is no part of the scores."""
         self._late_scales.append(number)
         self._steps.append(("scale", number))
 
@@ -557,12 +598,13 @@ class _ScoringReader:
 
     def _combine(self, op: Op, statistic: str) -> None:
         """Take a statistic of the scores that is combined with them: `- mean`, `/ std`."""
-        self._leave_plain()
+        self._undo_permutation()
         if op.does("scales"):
             self._late_scales.append(None)
         self._steps.append((statistic, None))
 
     def _mask(self, op: Op) -> None:
+        """Take a mask or bias that is added, subtracted or filled in; `mask - scores` also negates the scores."""
         is_subtracted = plain_name(op) == "sub" and op.inputs[1].id == self._tensor.id
         if is_subtracted and op.inputs[0].id != self._tensor.id:
             self._scale_late(-1.0)
@@ -571,7 +613,7 @@ class _ScoringReader:
 
     def _norm(self, op: Op) -> None:
         """Take a norm of the scores: what follows no longer multiplies q·kᵀ."""
-        self._leave_plain()
+        self._undo_permutation()
         self._late_scales.append(None)
         self._steps.append((self._graph.norm_name(op), None))
 
@@ -587,7 +629,8 @@ class _ScoringReader:
     def _multiply_by_tensor(self, op: Op, result: TensorRef) -> None:
         """Take a multiplication by a number for each head, or by a mask."""
         factor = min(op.inputs, key=lambda read: read.numel)
-        if any(size > 1 for size in factor.shape[-2:]):
+        differs_by_position = any(size > 1 for size in factor.shape[-2:])
+        if differs_by_position:
             self._masks.append(op)
             self._steps.append(("times", None))
         elif self._is_plain:
@@ -613,7 +656,7 @@ def _output_read_by(reader: Op | None, op: Op, softmax_input: TensorRef) -> Tens
 
 
 def adds_mask(op: Op) -> bool:
-    """Return whether this adds or fills in something that the scores do not depend on."""
+    """Return whether an operation fills in numbers, or adds or subtracts a tensor that is not a single number."""
     if op.does("fills"):
         return True
     if plain_name(op) not in ("add", "sub"):

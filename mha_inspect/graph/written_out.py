@@ -239,7 +239,7 @@ class _Rewriter:
             removed |= self._unneeded(whole)
             notes.append(
                 f"The attention at {maker.source or 'an unknown line'} is written in {len(whole.ops)} operations. Its "
-                "stages are computed beside them, and agree on drawn numbers."
+                "stages are computed separately, and agree with them on random numbers."
             )
         return self._joined(replaced, removed, notes)
 

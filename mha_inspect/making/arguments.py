@@ -236,7 +236,7 @@ def bind(
         return bound
     if all(kind_of(parameters[key]) in _TENSORS for key in missing):
         raise SpecError(
-            f"{name} takes tensors ({', '.join(missing)}), and a target must be a class or a function "
+            f"{name} takes tensors ({', '.join(missing)}), but a target must be a class or a function "
             "that returns a module. Call it in the forward of a torch.nn.Module."
         )
     raise SpecError(_missing(name, missing, bound, flags.setting, namespace))
@@ -273,7 +273,7 @@ def _missing(name: str, missing: list[str], bound: Arguments, flag: str, namespa
         values.append(f"{flag} {argument}=VALUE")
         may_be += _as_a_class(flag, argument, namespace)
     return (
-        f"{name} needs {', '.join(missing)}, and mha-inspect has no option for {them}.{unknown} "
+        f"{name} needs {', '.join(missing)}, but mha-inspect has no option for {them}.{unknown} "
         f"Give {' '.join(values)}, or name a function that returns the module.{may_be}"
     )
 

@@ -72,7 +72,7 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
     if "small" in settings:
         raise SpecError(
-            f"{flags.setting} small is gone. Give sizes, e.g. {_FEWER}, or show shapes only: --device meta."
+            f"{flags.setting} small was removed. Give sizes, e.g. {_FEWER}, or show shapes only: --device meta."
         )
     source = _source(transformers, name, text)
     of_config = {key: value for key, value in settings.items() if key != _ATTENTION}
@@ -211,11 +211,11 @@ def _class_of_type(transformers: ModuleType, kind: str) -> Any:
     if "/" in kind or begun:
         guess = f" For its shapes with random weights: hf:{max(begun, key=len)}." if begun else ""
         raise NetworkNeededError(
-            f"{shown(kind)} is not a folder here, and nothing is downloaded. Download it first "
+            f"{shown(kind)} is not a folder here, and mha-inspect never downloads. Download it first "
             f"(hf download {shown(kind)} --local-dir DIR) and give hf:DIR.{guess}"
         )
     near = did_you_mean(kind, kinds) or f" There are {len(kinds)} types, e.g. bert, gpt2, llama, t5 and vit."
-    raise InputError(f"{shown(kind)} is not a folder, and not a model type of transformers.{near}")
+    raise InputError(f"{shown(kind)} is neither a folder nor a model type of transformers.{near}")
 
 
 def _setting_names(config_class: Any) -> list[str]:

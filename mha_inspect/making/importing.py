@@ -117,7 +117,7 @@ def _modules_in(owner: Any, name: str) -> str:
             classes.append(member)
     modules = classes + instances
     if not modules:
-        return "It has no torch.nn.Module."
+        return "The file has no torch.nn.Module."
     return f"Modules in it: {first_few(modules, 8)}.{did_you_mean(name, modules)}"
 
 
@@ -200,7 +200,7 @@ def _no_file(where: str) -> str:
     elif os.path.exists(where):
         what = "is not a file"
     else:
-        what = "is not there"
+        what = "does not exist"
     near = ""
     if not os.path.exists(where):
         files = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)

@@ -37,7 +37,7 @@ def choose_in_file(file: str, build: Callable[[str], Target], attends: Callable[
     names = [name for level in levels for name in level]
     if not names:
         raise InputError(
-            f"{shown(file)} defines no torch.nn.Module, and no function without arguments that could return one. "
+            f"{shown(file)} defines neither a torch.nn.Module nor a function without arguments that could return one. "
             f"Name what to inspect: {shown(file)}:NAME."
         )
     if len(names) == 1:
@@ -81,9 +81,8 @@ def _outermost(
 
 def _chosen(file: str, name: str, names: list[str]) -> ChosenTarget:
     rest = [candidate for candidate in names if candidate != name]
-    verb = "is" if len(rest) == 1 else "are"
     there = first_few(rest, 6) if len(rest) > 2 else listed(rest)
-    note = f"{name} of {file} is looked at. Also there {verb} {there}: name one as {file}:{rest[0]}."
+    note = f"{name} of {file} is used. The file also has {there}: name one as {file}:{rest[0]}."
     return ChosenTarget(f"{file}:{name}", note)
 
 

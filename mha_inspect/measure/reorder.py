@@ -1,10 +1,10 @@
-"""Explain two tensors that have the same rows in another order, and name the order by einops axes.
+"""Find the order in which the rows of one tensor are those of another, and name it by einops axes.
 
     meta = hf.view(heads, 2, half, embed).transpose(1, 2).reshape(heads * 2 * half, embed)
 
-`meta` and `hf` have no row in common at the same place, but each row of one is a row of the other. Rows are matched by
-their bits, or where one side was rounded or trained a little by the nearest row, if it is much nearer than any other.
-The order is then compared with those that known layouts give. Nothing is named that does not give the order exactly.
+Each row of `meta` is a row of `hf`, but at another position. Rows are matched by their bits. If one side was rounded or
+trained a little, a row is matched with the nearest row, which must be much nearer than any other. The order is then
+compared with those between known layouts, and gets a name only if one of them is exactly equal.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Sizes = Mapping[str, int]
 number of projections that are packed in the tensor."""
 
 _SKETCH = 128
-"""Features in which the nearest row is searched."""
+"""Number of features that the search for the nearest row compares."""
 _MARGIN = 0.5
-"""The nearest row is at most this times as far as the second nearest."""
-_NEARLY = 0.3
+"""A row matches the nearest one only if its distance is below this share of the distance to the second nearest."""
+_MOST_REMAINING = 0.3
 """The most that may remain of the difference, relative to the size of the right side."""
-_FEWEST = 4
-"""Rows below which an order may be chance."""
-_FEW_FEATURES = 8
-"""Features below which the nearest row may be chance."""
-_RARE = frozenset({"ranks", "rotary_axes"})
+_FEWEST_ROWS = 4
+"""With fewer rows, an order may be chance."""
+_FEWEST_FEATURES = 8
+"""With fewer features, the nearest row may be chance."""
+_RARE_AXES = frozenset({"ranks", "rotary_axes"})
 """Axes of layouts that few models have."""
-_SHOWN = 16
+_LISTED_FEATURES = 16
 """Features of a head that are listed where their order has no name."""
 
 
@@ -54,7 +54,7 @@ class NamedOrder:
     def is_usual(self) -> bool:
         """Whether this is an order of heads that most models have: not of ranks, and not of rotations by two axes."""
         axes = {axis for axis, _ in self.sizes}
-        if not self.meaning or not axes.isdisjoint(_RARE):
+        if not self.meaning or not axes.isdisjoint(_RARE_AXES):
             return False
         return "heads" in axes or "kv_heads" in axes
 
@@ -96,35 +96,36 @@ class Reordering:
 
 
 @dataclass(frozen=True)
-class _View:
-    """How rows or columns of one side are looked for in the other."""
+class _Comparison:
+    """Which dimension of the left matrix is compared with which of the right one."""
 
     axis: str
+    """`rows` or `columns` of the right matrix."""
     transposed: bool
-    left: int
+    left_dim: int
     """The dimension of the left matrix that is reordered."""
-    right: int
+    right_dim: int
     """The dimension of the right matrix that it becomes."""
 
     def reordered(self, left: Tensor, order: Tensor) -> Tensor:
         """Return the left matrix in this order, transposed if the right one is."""
-        return left.index_select(self.left, order).movedim(self.left, self.right)
+        return left.index_select(self.left_dim, order).movedim(self.left_dim, self.right_dim)
 
 
 @dataclass(frozen=True)
 class _Match:
     """An order in which one side becomes the other."""
 
-    view: _View
+    compared: _Comparison
     order: Tensor
     remaining: float
 
 
-_VIEWS = (
-    _View("rows", transposed=False, left=0, right=0),
-    _View("columns", transposed=False, left=1, right=1),
-    _View("rows", transposed=True, left=1, right=0),
-    _View("columns", transposed=True, left=0, right=1),
+_COMPARISONS = (
+    _Comparison("rows", transposed=False, left_dim=0, right_dim=0),
+    _Comparison("columns", transposed=False, left_dim=1, right_dim=1),
+    _Comparison("rows", transposed=True, left_dim=1, right_dim=0),
+    _Comparison("columns", transposed=True, left_dim=0, right_dim=1),
 )
 
 
@@ -145,16 +146,16 @@ def explain(left: Tensor, right: Tensor, sizes: Sizes) -> Reordering | None:
     match = _exact(ours, theirs, sizes) or _nearest(ours, theirs)
     if match is None:
         return None
-    count = ours.shape[match.view.left]
+    count = ours.shape[match.compared.left_dim]
     is_in_order = torch.equal(match.order, torch.arange(len(match.order)))
-    if is_in_order and not match.view.transposed and len(match.order) == count:
+    if is_in_order and not match.compared.transposed and len(match.order) == count:
         return None
     names = () if is_in_order else tuple(name(match.order, count, sizes))
     return Reordering(
-        axis=match.view.axis,
+        axis=match.compared.axis,
         order=tuple(match.order.tolist()),
         names=names,
-        transposed=match.view.transposed,
+        transposed=match.compared.transposed,
         remaining=match.remaining,
     )
 
@@ -198,27 +199,30 @@ class _Digests:
 def _exact(left: Tensor, right: Tensor, sizes: Sizes) -> _Match | None:
     """Find rows or columns with the same bits."""
     ours, theirs = _Digests(left), _Digests(right)
-    for view in _VIEWS:
-        features = left.shape[1 - view.left]
-        if features != right.shape[1 - view.right]:
+    for compared in _COMPARISONS:
+        features = left.shape[1 - compared.left_dim]
+        if features != right.shape[1 - compared.right_dim]:
             continue
-        fewest = _FEWEST if features > 1 else 2 * _FEWEST
-        order = _matched(ours.along(view.left), theirs.along(view.right), sizes, fewest)
+        fewest = _FEWEST_ROWS if features > 1 else 2 * _FEWEST_ROWS
+        order = _matched(ours.along(compared.left_dim), theirs.along(compared.right_dim), sizes, fewest)
         if order is None:
             continue
-        if torch.equal(view.reordered(left, order), right):
-            return _Match(view, order, 0.0)
+        if torch.equal(compared.reordered(left, order), right):
+            return _Match(compared, order, 0.0)
     return None
 
 
 def _matched(ours: list[int], theirs: list[int], sizes: Sizes, fewest: int) -> Tensor | None:
-    """Return the place of each right row among the left ones; of equal rows only if a known layout decides."""
+    """Return the index of each right row among the left rows, by their digests; None if a right row is missing there.
+
+    If left rows are equal to each other, only the order between two known layouts is accepted.
+    """
     places = {digest: place for place, digest in enumerate(ours)}
     if len(places) == len(ours) >= fewest:
         return _places_of(theirs, places)
     # Heads of a group may have equal rows: those of their key head, repeated.
     repeated = sizes.get("kv_heads", 0) * sizes.get("head_dim", 0)
-    has_enough = len(places) == repeated or len(places) >= max(2 * _FEWEST, len(ours) // 16)
+    has_enough = len(places) == repeated or len(places) >= max(2 * _FEWEST_ROWS, len(ours) // 16)
     if len(ours) != len(theirs) or not has_enough:
         return None
     for order, _ in layouts(len(ours), sizes):
@@ -228,9 +232,9 @@ def _matched(ours: list[int], theirs: list[int], sizes: Sizes, fewest: int) -> T
 
 
 def _places_of(theirs: list[int], places: Mapping[int, int]) -> Tensor | None:
-    """Return the place of each right row among the left ones, which are all different; None if one has no place.
+    """Return the index of each right row among the left rows, which are all different; None if one is missing there.
 
-    Rows may occur several times only if there are more of them on the right.
+    A left row may be repeated only if the right side has more rows.
     """
     order = torch.tensor([places.get(digest, -1) for digest in theirs])
     if int(order.min()) < 0:
@@ -245,42 +249,41 @@ def _repeats(order: Tensor) -> bool:
 
 
 def _nearest(left: Tensor, right: Tensor) -> _Match | None:
-    """Find rows or columns of which each is much nearer than any other: rounded, or trained a little."""
+    """Find rows or columns that were rounded or trained a little: each has one that is much nearer than any other."""
     if not left.is_floating_point() or not right.is_floating_point():
         return None
-    for view in _VIEWS:
-        features = left.shape[1 - view.left]
-        has_enough = features >= _FEW_FEATURES and left.shape[view.left] >= _FEWEST
-        if features != right.shape[1 - view.right] or not has_enough:
+    for compared in _COMPARISONS:
+        features = left.shape[1 - compared.left_dim]
+        has_enough = features >= _FEWEST_FEATURES and left.shape[compared.left_dim] >= _FEWEST_ROWS
+        if features != right.shape[1 - compared.right_dim] or not has_enough:
             continue
-        order = _nearest_along(view, left, right)
+        order = _nearest_along(compared, left, right)
         if order is None or _repeats(order):
             continue
-        reordered = view.reordered(left, order).float()
+        reordered = compared.reordered(left, order).float()
         remaining = float((reordered - right.float()).norm() / right.float().norm())
-        if remaining < _NEARLY:
-            return _Match(view, order, remaining)
+        if remaining < _MOST_REMAINING:
+            return _Match(compared, order, remaining)
     return None
 
 
-def _nearest_along(view: _View, left: Tensor, right: Tensor) -> Tensor | None:
-    """Return the place on the left of each row or column on the right, by some of the features; None if unclear."""
-    features = left.shape[1 - view.left]
+def _nearest_along(compared: _Comparison, left: Tensor, right: Tensor) -> Tensor | None:
+    """Return the index on the left of each row or column on the right, by some of the features; None if unclear."""
+    features = left.shape[1 - compared.left_dim]
     some = slice(None, None, max(1, features // _SKETCH))
-    ours = left.movedim(view.left, 0)[:, some].float()
-    theirs = right.movedim(view.right, 0)[:, some].float()
+    ours = left.movedim(compared.left_dim, 0)[:, some].float()
+    theirs = right.movedim(compared.right_dim, 0)[:, some].float()
     # A few first: most pairs of tensors are unrelated.
     step = max(1, len(theirs) // 16)
-    if _clear(ours, theirs[::step]) is None:
+    if _clearly_nearest(ours, theirs[::step]) is None:
         return None
-    return _clear(ours, theirs)
+    return _clearly_nearest(ours, theirs)
 
 
-def _clear(ours: Tensor, theirs: Tensor) -> Tensor | None:
-    """Return the nearest row of `ours` for each of `theirs`; None if one is not clear."""
+def _clearly_nearest(ours: Tensor, theirs: Tensor) -> Tensor | None:
+    """Return the index of the nearest row of `ours` for each of `theirs`; None if a second row is almost as near."""
     distances, places = torch.cdist(theirs, ours).topk(2, largest=False)
-    nearest, second = distances.unbind(1)
-    is_clear = nearest < _MARGIN * second
+    is_clear = distances[:, 0] < _MARGIN * distances[:, 1]
     return places[:, 0] if bool(is_clear.all()) else None
 
 
@@ -292,11 +295,14 @@ _FAMILIES: tuple[dict[str, str], ...] = (
         "qkv heads head_dim": "[q | k | v]",
         "heads qkv head_dim": "q, k, v head by head",
         "heads head_dim qkv": "q, k, v feature by feature",
-        "qkv head_dim heads": "[q | k | v] with heads inside of features",
+        "qkv head_dim heads": "[q | k | v] with heads varying fastest",
     },
     {"heads two half": "rotary halves", "heads half two": "interleaved pairs"},
     {"kv_heads two half": "rotary halves", "kv_heads half two": "interleaved pairs"},
-    {"kv_heads group head_dim": "heads of a group side by side", "group kv_heads head_dim": "heads of groups in turns"},
+    {
+        "kv_heads group head_dim": "heads of a group side by side",
+        "group kv_heads head_dim": "heads of groups interleaved",
+    },
     {
         "kv kv_heads head_dim": "[k | v]",
         "kv_heads kv head_dim": "k, v head by head",
@@ -315,14 +321,18 @@ _FAMILIES: tuple[dict[str, str], ...] = (
         "heads rotary_axes quarter two": "interleaved pairs in each half of a head",
     },
     {"qkv ranks local_heads head_dim": "[q | k | v]", "ranks qkv local_heads head_dim": "shards of {ranks} ranks"},
-    {"heads head_dim": "heads stacked", "head_dim heads": "heads inside of features"},
+    {"heads head_dim": "heads stacked", "head_dim heads": "heads varying fastest"},
 )
-"""Layouts of the same rows, the most usual first: axes, and their name."""
+"""Families of layouts of the same rows: axes of the rows, outermost first, to what they mean.
+
+An order is named after two layouts of one family: `heads two half` to `heads half two` is the order from rotary halves
+to interleaved pairs.
+"""
 
 
 def name(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
-    """Return the names of an order of `count` rows: of axes, or of heads and of the features inside of them."""
-    names = of_axes(order, count, sizes) or of_heads(order, count, sizes)
+    """Return the names of an order of `count` rows: by axes, by heads and their features, or by strides alone."""
+    names = named_by_axes(order, count, sizes) or named_by_heads(order, count, sizes)
     if names:
         return names
     rows = order.tolist()
@@ -340,7 +350,7 @@ def name(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
 
 
 def layouts(count: int, sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
-    """Yield the order from each known layout of `count` rows to each other one, with its name."""
+    """Yield the order between each two layouts of a family that have `count` rows, with its name."""
     lengths = _lengths(sizes)
     if lengths is None:
         return
@@ -354,11 +364,11 @@ def layouts(count: int, sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
         for ranks in range(2, lengths["kv_heads"]) if "ranks" in axes else (1,):
             of_ranks = {**lengths, "ranks": ranks, "local_heads": lengths["heads"] // ranks}
             if prod(of_ranks[axis] for axis in axes) == count:
-                yield from _ways(family, of_ranks)
+                yield from _orders_between(family, of_ranks)
 
 
 def _lengths(sizes: Sizes) -> dict[str, int] | None:
-    """Return the length of each axis in `_FAMILIES` but those of ranks; None if the heads do not form groups."""
+    """Return the length of each axis in `_FAMILIES`, except those of ranks; None if the heads do not form groups."""
     heads, width = sizes.get("heads", 0), sizes.get("head_dim", 0)
     kv_heads = sizes.get("kv_heads", heads) or heads
     if not heads or not width or heads % kv_heads:
@@ -385,8 +395,8 @@ def _packed(axes: list[str]) -> int:
     return 2 if "kv" in axes else 1
 
 
-def _ways(family: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
-    """Yield the order from each layout of a family to each other one; axes of size one are left out."""
+def _orders_between(family: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[Tensor, NamedOrder]]:
+    """Yield the order from each layout of a family to each other one; its name omits axes of size one."""
     for before, after in permutations(family, 2):
         axes = _visible(before, sizes)
         moved = _visible(after, sizes)
@@ -403,7 +413,7 @@ def _visible(layout: str, sizes: Sizes) -> list[str]:
     return [axis for axis in layout.split() if sizes[axis] > 1]
 
 
-def of_axes(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
+def named_by_axes(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
     """Name an order by all pairs of known layouts that give it."""
     names: dict[str, NamedOrder] = {}
     for layout, named in layouts(count, sizes):
@@ -412,7 +422,7 @@ def of_axes(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
         before, after = named.pattern.split(" -> ")
         inverse = f"{after} -> {before}"
         if inverse in names:
-            # The order is its own inverse: which side is which does not show.
+            # The order is its own inverse, so it does not show which side has which layout.
             meaning = names[inverse].meaning.replace("on the left", "on one side")
             meaning = meaning.replace("on the right", "on the other")
             names[inverse] = replace(names[inverse], meaning=meaning)
@@ -434,7 +444,7 @@ def reordered(before: str, after: str, sizes: Sizes) -> Tensor:
 
 
 def strides_of(order: Tensor) -> list[tuple[int, int]]:
-    """Return the size and stride of each axis that an order walks, outermost first; empty if it is no walk.
+    """Return the size and stride of each axis that gives an order, outermost first; empty if no axes give it.
 
     >>> strides_of(torch.tensor([0, 3, 1, 4, 2, 5]))
     [(3, 1), (2, 3)]
@@ -451,80 +461,86 @@ def strides_of(order: Tensor) -> list[tuple[int, int]]:
 
 
 def _innermost(order: Tensor, step: int) -> int | None:
-    """Return the size of the innermost axis of an order, the largest that is walked in this step; None if none is."""
+    """Return the size of the innermost axis of an order, the largest possible with this stride; None without one."""
     length = len(order)
     for size in range(length, 1, -1):
-        if length % size == 0 and torch.equal(order, _walk(order[::size], size, step)):
+        if length % size == 0 and torch.equal(order, _with_axis(order[::size], size, step)):
             return size
     return None
 
 
-def _walk(starts: Tensor, size: int, step: int) -> Tensor:
-    """Return this many steps from each start, one start after the other: 0 3 1 4 for starts 0 1 and two steps of 3."""
-    steps = torch.arange(size) * step
-    return (starts[:, None] + steps).flatten()
+def _with_axis(starts: Tensor, size: int, step: int) -> Tensor:
+    """Return an order with an axis inside of another: starts 0, 1 with size 2 and step 3 give 0, 3, 1, 4."""
+    return (starts[:, None] + torch.arange(size) * step).flatten()
 
 
-def of_heads(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
-    """Name an order of whole heads, and an order of the features inside of each."""
-    width = sizes.get("head_dim", 0)
-    if not width or len(order) % width or count % width:
+def named_by_heads(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
+    """Name an order of whole heads, and an order of the features within each head; empty if heads are torn apart.
+
+    The order 6, 7, 8, 0, 1, 2, 3, 4, 5 of 9 rows with head_dim 3 is the order 2, 0, 1 of heads.
+    """
+    head_dim = sizes.get("head_dim", 0)
+    if not head_dim or len(order) % head_dim or count % head_dim:
         return []
-    units = order.view(-1, width)
-    blocks, inside = units[:, 0] // width, units % width
-    if not torch.equal(units // width, blocks[:, None].expand_as(units)):
+    rows = order.view(-1, head_dim)
+    head_of_row, feature_of_row = rows // head_dim, rows % head_dim
+    heads = head_of_row[:, 0]
+    if not torch.equal(head_of_row, heads[:, None].expand_as(rows)):
         return []
     names = []
-    if not torch.equal(blocks, torch.arange(count // width)):
-        names.append(_name_blocks(blocks, count // width, sizes))
-    names += _name_insides(inside, width)
+    if not torch.equal(heads, torch.arange(count // head_dim)):
+        names.append(_name_heads(heads, count // head_dim, sizes))
+    names += _name_features(feature_of_row, head_dim)
     patterns = [named.pattern for named in names]
     meanings = [named.meaning for named in names if named.meaning]
     return [NamedOrder("; ".join(patterns), "; ".join(meanings))]
 
 
-def _name_insides(inside: Tensor, width: int) -> Iterator[NamedOrder]:
-    """Yield the names of the orders of features in heads: `heads head_dim` with the place of each feature."""
-    ways = torch.unique(inside, dim=0)
-    if len(ways) > 3:
+def _name_features(features: Tensor, head_dim: int) -> Iterator[NamedOrder]:
+    """Yield the names of the orders of features within heads, one for all heads that have the same order.
+
+    `features` is `heads head_dim`: for each feature of a right head, its index in the left head.
+    """
+    different = torch.unique(features, dim=0)
+    if len(different) > 3:
         yield NamedOrder("in each head: another order of features")
         return
-    for way in ways:
-        if torch.equal(way, torch.arange(width)):
+    for order in different:
+        if torch.equal(order, torch.arange(head_dim)):
             continue
-        places = (inside == way).all(1).nonzero().flatten().tolist()
-        named = _name_inside(way, width)
-        where = "each head" if len(places) == len(inside) else f"heads {spans(places)} of {len(inside)}"
+        heads = (features == order).all(1).nonzero().flatten().tolist()
+        named = _name_features_of_head(order, head_dim)
+        where = "each head" if len(heads) == len(features) else f"heads {spans(heads)} of {len(features)}"
         yield NamedOrder(f"in {where}: {named.pattern}", named.meaning)
 
 
-def _name_inside(way: Tensor, width: int) -> NamedOrder:
-    """Name the order of features in a head, of which the last ones may stay (partial rotary)."""
-    for size in range(2, width + 1, 2):
-        if not torch.equal(way[size:], torch.arange(size, width)):
+def _name_features_of_head(order: Tensor, head_dim: int) -> NamedOrder:
+    """Name the order of features in a head. The last features may stay in place, as in a partial rotary embedding."""
+    for size in range(2, head_dim + 1, 2):
+        if not torch.equal(order[size:], torch.arange(size, head_dim)):
             continue
-        named = of_axes(way[:size], size, {"heads": 1, "head_dim": size})
+        named = named_by_axes(order[:size], size, {"heads": 1, "head_dim": size})
         if named:
             first = named[0]
-            pattern = first.pattern if size == width else f"the first {size} of {width} {first.pattern}"
+            pattern = first.pattern if size == head_dim else f"the first {size} of {head_dim} {first.pattern}"
             return NamedOrder(pattern, first.meaning)
-    return NamedOrder(f"features {' '.join(map(str, way[:_SHOWN].tolist()))}")
+    return NamedOrder(f"features {' '.join(map(str, order[:_LISTED_FEATURES].tolist()))}")
 
 
-def _name_blocks(blocks: Tensor, count: int, sizes: Sizes) -> NamedOrder:
-    """Name the order of heads by the first known order that is equal."""
+def _name_heads(order: Tensor, count: int, sizes: Sizes) -> NamedOrder:
+    """Name an order of `count` heads, by the first known order that is equal."""
     heads = sizes.get("heads", 0)
     kv_heads = sizes.get("kv_heads", heads) or heads
-    for named in of_axes(blocks, count, {**sizes, "head_dim": 1}):
+    for named in named_by_axes(order, count, {**sizes, "head_dim": 1}):
         return named
-    for order, named in _orders_of_heads(len(blocks), count, heads, kv_heads):
-        if torch.equal(blocks, order):
+    for known, named in _orders_of_heads(len(order), count, heads, kv_heads):
+        if torch.equal(order, known):
             return named
-    kept = blocks.tolist()
-    if len(kept) < count and kept == sorted(kept):
-        pruned = sorted(set(range(count)) - set(kept))
-        return NamedOrder(f"heads {spans(kept)} of {count}", f"without {_heads(pruned)} (pruned)")
-    return NamedOrder(f"heads {' '.join(map(str, kept))}")
+    numbers = order.tolist()
+    if len(numbers) < count and numbers == sorted(numbers):
+        pruned = sorted(set(range(count)) - set(numbers))
+        return NamedOrder(f"heads {spans(numbers)} of {count}", f"without {_heads(pruned)} (pruned)")
+    return NamedOrder(f"heads {' '.join(map(str, numbers))}")
 
 
 def _heads(numbers: list[int]) -> str:
@@ -537,13 +553,13 @@ def _orders_of_heads(length: int, count: int, heads: int, kv_heads: int) -> Iter
     if heads and length == count == heads + 2 * kv_heads:
         yield from _by_group(numbers, heads, kv_heads)
     if heads and length == count == 3 * heads:
-        yield from _by_letters(numbers, heads)
+        yield from _by_projection(numbers, heads)
     if length > count and length % count == 0:
         times = length // count
-        side_by_side = NamedOrder(f"repeat_interleave({times})", f"each head {times} times, side by side")
-        in_turns = NamedOrder(f"repeat({times})", f"all heads {times} times, in turns")
-        yield numbers.repeat_interleave(times), side_by_side
-        yield numbers.repeat(times), in_turns
+        interleaved = NamedOrder(f"repeat_interleave({times})", f"each head {times} times in a row")
+        repeated = NamedOrder(f"repeat({times})", f"all heads in order, {times} times")
+        yield numbers.repeat_interleave(times), interleaved
+        yield numbers.repeat(times), repeated
     if length == count:
         yield numbers.flip(0), NamedOrder("heads reversed")
         if kv_heads and count == heads:
@@ -554,7 +570,7 @@ def _orders_of_heads(length: int, count: int, heads: int, kv_heads: int) -> Iter
 
 
 def _by_group(numbers: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
-    """Yield the orders between `[q | k | v]` and queries, key and value of each group side by side."""
+    """Yield the orders between `[q | k | v]` and the query heads, key head and value head of each group together."""
     parts = torch.split(numbers, [heads, kv_heads, kv_heads])
     by_group = [part.view(kv_heads, -1) for part in parts]
     order = torch.cat(by_group, 1).flatten()
@@ -565,19 +581,19 @@ def _by_group(numbers: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tens
     yield order.argsort(), NamedOrder(f"{grouped} -> {apart}", f"{meaning} on the left, {apart} on the right")
 
 
-def _by_letters(numbers: Tensor, heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
-    """Yield the orders between `[q | k | v]` and the same parts in another order, of all heads or of each rank's."""
+def _by_projection(numbers: Tensor, heads: int) -> Iterator[tuple[Tensor, NamedOrder]]:
+    """Yield the orders between `[q | k | v]` and another order of q, k and v: `[v | q | k]`, also within each rank."""
     apart = "[q | k | v]"
     for letters, ranks in product(permutations("qkv"), range(1, heads + 1)):
         if heads % ranks:
             continue
         parts = ["qkv".index(letter) for letter in letters]
         moved = numbers.view(3, heads)[parts]
-        way = moved.view(3, ranks, -1).transpose(0, 1).flatten()
+        order = moved.view(3, ranks, -1).transpose(0, 1).flatten()
         text = f"[{' | '.join(letters)}]"
         if ranks == heads:
             text += " of each head"
         elif ranks > 1:
             text += f" of each of {ranks} ranks"
-        yield way, NamedOrder(f"{apart} -> {text}", f"{apart} on the left, {text} on the right")
-        yield way.argsort(), NamedOrder(f"{text} -> {apart}", f"{text} on the left, {apart} on the right")
+        yield order, NamedOrder(f"{apart} -> {text}", f"{apart} on the left, {text} on the right")
+        yield order.argsort(), NamedOrder(f"{text} -> {apart}", f"{text} on the left, {apart} on the right")

@@ -66,7 +66,7 @@ class Attended:
         columns = _axis(names[-1], width, labels)
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
-                f"{len(labels)} tokens fit no axis of {stage}: it has {height} places of {rows.name} "
+                f"{len(labels)} tokens fit no axis of {stage}, which has {height} of {rows.name} "
                 f"and {width} of {columns.name}. Give one token for each."
             )
         if not title:
@@ -117,7 +117,7 @@ def _drawable(contents: Mapping[str, Tensor], stage: str) -> Tensor:
             )
         return contents[stage]
     instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
-    way = f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}."
+    way = f"Try {instead}." if instead in contents else f"Its stages: {', '.join(contents) or 'none'}."
     raise SpecError(f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. {way}")
 
 

@@ -214,7 +214,7 @@ def policy() -> str:
 def with_viewer(page: str, data: Mapping[str, Any]) -> str:
     """Return a whole page with the viewer at its end."""
     viewport = '<meta name="viewport"'
-    link = '<p><a href="#mha-viewer-title">What the heads look at</a></p>'
+    link = '<p><a href="#mha-viewer-title">What the heads attend to</a></p>'
     head, _, rest = page.partition(viewport)
     body, _, end = rest.rpartition("</body>")
     body = body.replace("<body>", f"<body>\n{link}", 1)
@@ -228,8 +228,8 @@ def frame(data: Mapping[str, Any]) -> str:
         f"<body>{fragment(data)}</body></html>"
     )
     return (
-        f'<iframe title="What the heads look at" sandbox="allow-scripts" style="width: 100%; height: 52rem; border: 0" '
-        f'srcdoc="{html.escape(page)}"></iframe>'
+        f'<iframe title="What the heads attend to" sandbox="allow-scripts" '
+        f'style="width: 100%; height: 52rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     )
 
 

@@ -212,5 +212,5 @@ def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
             raise
         raise InputError(
             f"{type(module).__name__} cannot be copied by copy.deepcopy: {first_line(error)}. "
-            "It is measured and changed in a copy. Make each attribute copyable."
+            "The run is measured on a copy. Make each attribute copyable."
         ) from error

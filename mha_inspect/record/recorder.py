@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         block, self._callers.begin, self._accepted = self._block, None, None
         if block is None or self._thread != get_ident():
             raise RecordingError(
-                "this recording was entered in another thread, and torch records by thread. "
+                "this recording was entered in another thread, but torch records by thread. "
                 "Enter and leave the block in the thread that runs the module."
             )
         self._block = None

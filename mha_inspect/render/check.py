@@ -10,7 +10,7 @@ from ..reports.common import LayersReport
 from .page import Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import grouped, layer_page
 
-_MORE = "A pipe, e.g. | less, shows who sees whom."
+_MORE = "Pipe the output, e.g. | less, to see who sees whom."
 
 
 def check_page(report: CheckReport) -> Page:

@@ -33,8 +33,10 @@ from .parts import (
     verdict_column,
 )
 
-_OWN_SOFTMAX = "H heads are H softmaxes over the same keys, each of its own scores: so H patterns of weights."
+_SOFTMAX_PER_HEAD = "H heads compute H softmaxes over the same keys, each from different scores: H patterns of weights."
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
+_CHANGE = "change: ‖weights after − weights before‖"
+_RELATIVE_TO_CHANGE = "relative difference: ‖weights − baseline's weights‖ / the baseline's change"
 _NO_RANKING = (
     "The losses do not rank head counts: with another task, seed, learning rate or number of steps, another head count "
     "may have the lowest."
@@ -48,10 +50,10 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     yield _head_counts(report)
-    yield section("", Paragraph(_noise(report)), more="")
+    yield section("", Paragraph(_difference_legend(report)), more="")
     yield _stages(report)
     compared = [count for count in report.counts if count.num_heads != report.baseline]
-    yield section("why", facts(("each head", _OWN_SOFTMAX), *_reasons(compared)))
+    yield section("why", facts(("each head", _SOFTMAX_PER_HEAD), *_reasons(compared)))
     if report.training is not None:
         yield _training(report.training, report.baseline)
     if report.focus is not None:
@@ -87,8 +89,8 @@ def _has_same_parameters(count: HeadCount) -> Cell:
     return Cell("yes") if count.same_parameters else Cell("no", "warn")
 
 
-def _noise(report: CompareHeadsReport) -> str:
-    """Return the meaning of the columns of the difference."""
+def _difference_legend(report: CompareHeadsReport) -> str:
+    """Return what the columns of the difference mean: `relative difference: ‖output − baseline‖ / ‖baseline‖. …`."""
     floors = {count.noise_floor for count in report.counts}
     size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
     return (
@@ -101,15 +103,15 @@ def _noise(report: CompareHeadsReport) -> str:
 def _options_left(report: CompareHeadsReport) -> Iterator[str]:
     """Yield the options that were not given, and what each of them shows."""
     if report.training is None:
-        yield "--steps 1 compares a first gradient, --steps 100 trains them"
+        yield "--steps 1 compares the first gradients, --steps 100 trains every head count"
     if report.focus is None:
-        yield "--focus shows what each head looks at"
+        yield "--focus shows what each head attends to"
     if report.timing is None:
         yield "--time measures speed"
 
 
 def _stages(report: CompareHeadsReport) -> Section:
-    """Return the table of stages by head counts, in canonical axes."""
+    """Return the table of stages: a row per stage, and its shape for each head count, in canonical axes."""
     columns = [
         Column("stage", lambda stage: stage.name, tone="strong"),
         Column("axes", lambda stage: stage.axes, tone="axes", drop=1),
@@ -117,7 +119,7 @@ def _stages(report: CompareHeadsReport) -> Section:
     for place, count in enumerate(report.counts):
         columns.append(Column(text.plural(count.num_heads, "head"), partial(_shape, place=place), tone="shape"))
     columns.append(Column("all", _sameness, optional=True))
-    more = "A pipe, e.g. | less, shows the stages by head count."
+    more = "Pipe the output, e.g. | less, to see the stages by head count."
     detail = "shapes in the same axes for every head count"
     return section("stages", table(report.stages, columns), detail=detail, more=more)
 
@@ -127,7 +129,7 @@ def _sameness(stage: StageShapes) -> Cell:
 
 
 def _shape(stage: StageShapes, place: int) -> Cell:
-    """Return the shape of a stage for the head count in that place; a dash where it has no such stage."""
+    """Return the shape of a stage for the head count in this column; a dash if that head count has no such stage."""
     sizes = stage.shapes[place]
     return Cell("-", "muted") if sizes is None else shape_cell(sizes, stage.axes)
 
@@ -146,23 +148,24 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
             continue
         start, sizes, _, end = first._pieces
         for count in group[1:]:
-            sizes_of_next = count._pieces[2] if count._pieces else ""
-            sizes += f", {sizes_of_next}" if sizes_of_next else ""
+            _, _, short_sizes, _ = count._pieces or ("", "", "", "")
+            if short_sizes:
+                sizes += f", {short_sizes}"
         yield heads, f"{start}{sizes}{end}"
 
 
 def _reason_without_sizes(count: HeadCount) -> object:
-    """Return the beginning and the end of the reason, between which its sizes stand; the whole without sizes."""
+    """Return the beginning and the end of a reason, without the sizes between them; the whole reason without sizes."""
     if not count._pieces:
         return count.reason
     start, _, _, end = count._pieces
     return start, end
 
 
-def _apart(count: HeadTraining, name: str) -> str:
-    """Return the relative difference of a part's change: a number, `from 0`, or `rounding`.
+def _relative_change(count: HeadTraining, name: str) -> str:
+    """Return how the change of a matrix or bias in training differs from that of the baseline, relative to it.
 
-    A dash where this head count has no such part.
+    A number; `from 0` if only this head count changed it; `rounding` if both changed it alike; a dash without the part.
     """
     for part in count.parts:
         if part.part != name:
@@ -176,13 +179,14 @@ def _apart(count: HeadTraining, name: str) -> str:
 
 
 def _training(training: Training, baseline: int) -> Section:
+    """Return the table of trained head counts: losses, and how far the weights are from those of the baseline."""
     columns = [
         _HEADS,
         Column("loss before", lambda count: text.statistic(count.first_loss), "right", drop=3),
         Column("loss after", lambda count: text.statistic(count.last_loss), "right", drop=2),
-        Column("moved", lambda count: text.small(count.moved), "right", drop=1),
+        Column("change", lambda count: text.small(count.moved), "right", drop=1, legend=_CHANGE),
         Column("largest difference", lambda count: number(count.max_abs_difference), "right", drop=4),
-        Column("apart / moved", lambda count: number(count.apart), "right"),
+        Column("relative difference", lambda count: number(count.apart), "right", legend=_RELATIVE_TO_CHANGE),
         Column("× noise", lambda count: multiple(count.times_noise), "right"),
         verdict_column(lambda count: count.num_heads == baseline),
     ]
@@ -200,19 +204,19 @@ def _training(training: Training, baseline: int) -> Section:
 def _changes(training: Training, baseline: int) -> Table:
     """Return how the change of each part, W_q or b_q, differs from that of the baseline, by head count."""
     compared = [count for count in training.counts if count.num_heads != baseline]
-    names: dict[str, None] = {}
-    for count in compared:
-        names.update(dict.fromkeys(part.part for part in count.parts))
-    columns = [Column("change relative to the baseline's", str, tone="strong")]
+    names = dict.fromkeys(part.part for count in compared for part in count.parts)
+    columns = [Column("relative difference of the change", str, tone="strong")]
     for place, count in enumerate(compared):
-        # Where the page is narrow, the last counts go first.
-        columns.append(Column(text.plural(count.num_heads, "head"), partial(_apart, count), "right", drop=place))
+        # On a narrow page, the columns of the last head counts are dropped first.
+        columns.append(
+            Column(text.plural(count.num_heads, "head"), partial(_relative_change, count), "right", drop=place)
+        )
     return table(list(names), columns)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of a head count, and what it looks at."""
+    """One head of a head count, with the keys that it attends to: a row of the table."""
 
     count: HeadsFocus
     focus: HeadFocus
@@ -220,13 +224,11 @@ class _Head:
     @property
     def attention(self) -> str:
         """The number of its attention, and its module: `2 decoder.self_attn`."""
-        count = self.count
-        if count.attention is None:
-            return ""
-        return f"{count.attention} {count.module}".rstrip()
+        return "" if self.count.attention is None else f"{self.count.attention} {self.count.module}".rstrip()
 
 
 def _focus(focus: Focus) -> Section:
+    """Return the table of heads: the key that each attends to most, and how widely it attends."""
     columns = [
         Column("num_heads", lambda row: row.count.num_heads, "right", "strong"),
         Column("attention", lambda row: row.attention, optional=True),
@@ -244,6 +246,7 @@ def _focus(focus: Focus) -> Section:
 
 
 def _timing(timing: Timing) -> Section:
+    """Return the table of times, and FLOPs by stage; a narrow page drops `runs` first, then the last stages."""
     columns = [
         _HEADS,
         Column("median", lambda count: f"{text.small(count.median_ms)} ms", "right"),
@@ -258,13 +261,9 @@ def _timing(timing: Timing) -> Section:
 
 
 def _middle_half(count: HeadTime) -> str:
+    """Return the times between the first and the third quartile: `1.2 to 1.5 ms`."""
     return f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms"
 
 
 def _flops(count: HeadTime, name: str) -> str:
-    """Return the FLOPs of all stages of a name."""
-    flops = 0
-    for stage in count.flops:
-        if stage.stage == name:
-            flops += stage.flops
-    return text.flops(flops)
+    return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))

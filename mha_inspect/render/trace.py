@@ -35,8 +35,8 @@ LEGENDS = {
     "°": "too large to compute: only its shape is known",
 }
 """The meaning of the signs after the name of a stage."""
-_NOT_LOOKED_AT = "Not looked at: what other inputs do. mha-inspect check changes the input and looks further."
-MEMORY = "view: shares memory with the stage before; copy: moved to new memory, as PyTorch's code does there"
+_CHECK_FINDS_MORE = "One run cannot show every mistake. mha-inspect check changes the input to find more."
+MEMORY = "view: shares memory with the stage before; copy: PyTorch copies it to new memory"
 
 _SPLIT_WRONGLY = {
     WITHIN_TOKENS: "no token attends to another. Transpose heads and positions after the view",
@@ -58,7 +58,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     ran = trace.failure is None and bool(trace.attentions)
     is_judged = ran and trace.unjudged is None
     if is_judged and not trace.findings:
-        yield section("", Paragraph(_NOT_LOOKED_AT, "muted"), more="")
+        yield section("", Paragraph(_CHECK_FINDS_MORE, "muted"), more="")
     if trace.steps is not None:
         below = "" if trace.decode is None else "the last is shown below"
         yield section(text.plural(len(trace.steps), "call"), _steps(trace.steps), detail=below)
@@ -199,7 +199,7 @@ _AXIS = re.compile(r"\([^)]*\)|\S+")
 def _merged(attention: AttentionReport) -> str | None:
     """Return the explanation of the first axis that is two in one; None if there is none.
 
-    `(heads head_dim) is one axis of size 8 × 64 = 512; head_dim counts fastest.`
+    `(heads head_dim) is one axis of size 8 × 64 = 512; head_dim varies fastest.`
     """
     for merged, fast, size_of_fast in (
         ("(batch heads)", "heads", attention.num_heads),
@@ -211,7 +211,7 @@ def _merged(attention: AttentionReport) -> str | None:
                 continue
             size = stage.shape[names.index(merged)]
             product = f"{size // size_of_fast} × {size_of_fast} = {size}"
-            return f"{merged} is one axis of size {product}; {fast} counts fastest."
+            return f"{merged} is one axis of size {product}; {fast} varies fastest."
     return None
 
 

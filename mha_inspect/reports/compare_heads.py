@@ -32,7 +32,11 @@ class HeadCount(Difference):
     reason: str
     """One sentence on why the output differs or does not."""
     _pieces: tuple[str, str, str, str] | None = None
-    """Start, sizes, short sizes and end of the reason; head counts with equal start and end share a sentence."""
+    """The reason in four pieces, since head counts with equal start and end share a line of the page.
+
+    Start: `scores differ: `; sizes: `2 heads use 6 features each`; short sizes, after those of another head count:
+    `4 use 3`; end: `; 1 head uses all 12.`.
+    """
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class StageShapes:
     axes: str
     """The canonical axes: `batch heads query key`."""
     shapes: tuple[tuple[int, ...] | None, ...]
-    """A shape for each head count, in their order; None where the stage has no numbers, or an axis has no name."""
+    """A shape for each head count, in their order; None where the stage was not computed, or an axis has no name."""
 
     @property
     def same(self) -> bool:
@@ -54,11 +58,10 @@ class StageShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class PartTraining(Difference):
-    """One matrix or bias after training, compared with the baseline's.
+    """One matrix or bias after training, compared with the baseline's; None if the two did not start the same.
 
-    The difference is None if the two did not start the same. The relative difference is that of the changes, and
-    infinite if the baseline's change is 0 or rounding, and this change is larger. After one step it is that of the
-    gradients.
+    The relative difference is ‖change - baseline's change‖ / ‖baseline's change‖, which after one step compares the
+    gradients. A baseline's change of 0, or only rounding, makes it infinite if this change is larger.
     """
 
     part: str
@@ -81,14 +84,14 @@ class HeadTraining:
     moved: float
     """‖weights after - weights before‖."""
     max_abs_difference: float | None
-    """Largest difference of a weight from the baseline's after the last step; None if the shapes differ."""
+    """Largest difference of a weight from the baseline's after the last step; None if the weights' shapes differ."""
     apart: float | None
-    """‖weights - baseline's weights‖ / ‖the baseline's change of weights‖, after the last step."""
+    """‖weights - baseline's weights‖ / ‖baseline's change of weights‖, after the last step."""
     noise_floor: float | None
-    """The larger rounding error of the two trainings, each measured against float64. It is that of the matrix or bias
-    with the largest difference in units of its rounding error."""
+    """The larger rounding error of the two trainings, measured against float64, in the matrix or bias whose difference
+    is largest in units of it."""
     times_noise: float | None
-    """Its largest difference from the baseline / noise_floor."""
+    """Largest difference from the baseline in that matrix or bias / noise_floor."""
     verdict: Verdict | None
     """Whether the weights differ from the baseline's; None if they cannot be compared."""
     parts: tuple[PartTraining, ...]
@@ -176,7 +179,7 @@ class HeadTime:
     runs: int
     """Number of runs that were measured."""
     flops: tuple[StageFlops, ...]
-    """The stages with matrix products."""
+    """The floating-point operations of each stage with matrix products."""
 
 
 @dataclass(frozen=True)

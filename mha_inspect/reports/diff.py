@@ -193,7 +193,7 @@ class RowOrder:
     kept: Literal["all", "some", "repeated"] = "all"
     """Whether the right tensor has all rows of the left one, some (without pruned heads), or repeats them."""
     swapped: bool = False
-    """Whether the sides are to be swapped in this: the left tensor has some rows of the right one."""
+    """Whether left and right are swapped in this description: the left tensor has some rows of the right one."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of a module that is no parameter: a mask, a table of positions, statistics of a batch norm."""
+    """A tensor of a module that is not a parameter: a mask, a table of positions, statistics of a batch norm."""
 
     name: str
     """Its name in the module: `layers.0.mask`."""

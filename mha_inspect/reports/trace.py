@@ -249,7 +249,7 @@ class Step:
     flops: int
     """Floating-point operations of all stages of all attentions."""
     query_offset: int | None = None
-    """Position by which the first query is rotated; None if it is unknown, not one number, or nothing is rotated."""
+    """Position by which the first query is rotated; None if it is unknown or varies, or if nothing is rotated."""
     key_offset: int | None = None
     """The same for the first key that this call rotates."""
 
@@ -263,9 +263,9 @@ class DecodeProof(Difference):
     note: str = ""
     """Why they were not compared; empty if they were."""
     reason: str = ""
-    """The first thing that a call has unlike the one forward, if an output differs; empty if none was found."""
+    """The first difference between a call and the one forward, if an output differs; empty if none was found."""
     fix: str = ""
-    """How to mend it; empty if the runs do not show it."""
+    """How to fix the difference; empty if the runs do not show it."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ class Rank:
 
 @dataclass(frozen=True, repr=False)
 class Trace(Report):
-    """One recorded forward pass, the attentions in it, and their proof."""
+    """One recorded forward pass, with its attentions and the check of its opened kernels."""
 
     command = "trace"
 
@@ -443,7 +443,7 @@ class Trace(Report):
     ranks: tuple[Rank, ...] | None = None
     """The ranks of the process group; None on a single rank, or if they were not asked."""
     plan: dict[str, Literal["colwise", "rowwise", "replicate"]] | None = None
-    """How each module's parameters are cut, by its path, for `parallelize_module`; None without --ranks."""
+    """How each module's parameters are sharded, by its path, for `parallelize_module`; None without --ranks."""
     plan_code: str | None = None
     """Python code that applies the plan; None without one."""
     failure: Failure | None = None

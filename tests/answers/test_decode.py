@@ -325,13 +325,13 @@ def test_logits_of_the_last_position_alone_and_none_before_the_cache():
     [
         (Attention(), {"steps": 7}, r"decode 7 leaves no prompt: the input has 7 tokens\. Use --decode 1 to 6"),
         (Attention(), {"steps": 0}, r"decode 0 has no step"),
-        (Attention(), {"cache": "pasd"}, r"no argument pasd\. It takes x, past\. Did you mean past\?"),
-        (Attention(), {"positions": "pos"}, r"no argument pos\. It takes x, past"),
+        (Attention(), {"cache": "pasd"}, r"no argument pasd\. Its arguments: x, past\. Did you mean past\?"),
+        (Attention(), {"positions": "pos"}, r"no argument pos\. Its arguments: x, past"),
         (Attention(fault="forgets"), {}, r"no cache was found: with past, a step sees no earlier token"),
         (
             nn.TransformerEncoderLayer(32, 4, batch_first=True),
             {},
-            r"no cache was found: the forward takes no cache, and keeps no earlier key\. Trace it without --decode\.",
+            r"no cache was found: the forward neither takes nor keeps a cache\. Trace it without --decode\.",
         ),
         (nn.Linear(32, 32), {}, r"no attention was found"),
         (WithBias(), {}, r"no cache was found"),

@@ -260,7 +260,7 @@ def test_slopes_that_are_one_step_off() -> None:
     (reason,) = compared(FromZero(), Slopes()).reasons
     assert reason.kind == "mask"
     assert "are 1, 0.5, 0.25, " in reason.sentence
-    assert "Head 1 on the left has the slope of head 0 on the right: a ladder one step off." in reason.sentence
+    assert "Head 1 on the left has the slope of head 0 on the right: the slopes are off by one head." in reason.sentence
     (reason,) = compared(Slopes(), FromZero()).reasons
     assert "Head 1 on the right has the slope of head 0 on the left" in reason.sentence
 
@@ -352,7 +352,7 @@ def test_weights_that_were_drawn_in_another_order_are_told() -> None:
         sides.append(type("Drawn", (Drawn,), {"order": order})())
     report = compared(*sides)
     assert report.outcome == "same"
-    assert "The right had drawn k.weight as the left drew q.weight" in report.weights.sentence
+    assert "Before the copy, k.weight of the right equalled q.weight of the left" in report.weights.sentence
 
 
 class Einsum(nn.Module):

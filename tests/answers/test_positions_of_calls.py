@@ -79,7 +79,7 @@ def jump_of(trace: Trace) -> list[str]:
 def test_a_block_tells_the_positions_of_each_call_and_a_jump(table: str) -> None:
     trace = recorded(Rotated(table=table), [0, 12, 13])
     assert offsets(trace) == [0, 12, 13]
-    assert jump_of(trace) == ["The positions jump: 0–5, then 12; 6 was expected."]
+    assert jump_of(trace) == ["The positions jump: 0–5, then 12; expected 6."]
     text = str(trace)
     assert "positions" in text
     assert "0–5" in text
@@ -118,7 +118,7 @@ def test_without_a_rotation_there_are_no_positions() -> None:
     assert "positions" not in str(trace)
 
 
-@pytest.mark.parametrize(("fault", "said"), [(0, []), (1, ["The positions jump: 0–5, then 7; 6 was expected."])])
+@pytest.mark.parametrize(("fault", "said"), [(0, []), (1, ["The positions jump: 0–5, then 7; expected 6."])])
 @pytest.mark.parametrize("table", ["computed", "sliced", "ids"])
 def test_decode_tells_them_too(table: str, fault: int, said: list[str]) -> None:
     torch.manual_seed(1)

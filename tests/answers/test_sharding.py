@@ -230,7 +230,7 @@ def test_the_printed_code_runs_as_it_is() -> None:
         (Packed(), 2, "qkv has W_q, W_k and W_v in its 72 rows"),
         (NormedOverHeads(), 2, "normed over all heads"),
         (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is rows 0–23 of in_proj_weight of MultiheadAttention"),
-        (Transposed(), 2, "W_v is columns 48–71 of qkv of Transposed, and parallelize_module cuts nn.Linear."),
+        (Transposed(), 2, "W_v is columns 48–71 of qkv of Transposed, but parallelize_module shards nn.Linear."),
         (PerHeadAttention(24, 8), 2, "W_q is 8 matrices (W_q.0.weight, W_q.1.weight and 6 more)"),
         (nn.MultiheadAttention(24, 8, batch_first=True), 3, "W_q is rows 0–23 of in_proj_weight of MultiheadAttention"),
         (with_one_weight("q", "o"), 2, "o has the weight of q"),
@@ -267,7 +267,7 @@ def test_a_view_is_the_way_out_only_where_one_raises(splits: bool) -> None:
     module.splits = splits
     with pytest.raises(InputError, match="the forward raises: ") as refused:
         sharded(subject(module), Show(), 2)
-    assert ("has 12 of 24 features: its layer is cut over ranks" in str(refused.value)) == splits
+    assert ("has 12 of 24 features: its layer is sharded over ranks" in str(refused.value)) == splits
     assert ("or give -1" in str(refused.value)) == splits
     assert ("The size of tensor a (2) must match the size of tensor b (4)" in str(refused.value)) != splits
 
@@ -405,7 +405,7 @@ def test_styles_whose_forward_raises_name_the_module_once_for_all_layers() -> No
     with pytest.raises(InputError) as failed:
         sharded(subject(nn.Sequential(nn.Identity(), layers)), Show(), 2, Plan({"1.*.o": "colwise"}))
     assert str(failed.value) == (
-        "over 2 ranks 1.*.o is W_o and cut colwise. It must be rowwise: its columns belong to heads."
+        "over 2 ranks 1.*.o is W_o and is sharded colwise; expected rowwise: its columns belong to heads."
     )
 
 
@@ -448,7 +448,7 @@ def test_a_plan_that_asks_for_its_rank_is_refused(asks: str) -> None:
         rank = ways.get(asks, IMPORTED)()
         module.q.weight = nn.Parameter(module.q.weight.detach().chunk(2)[rank])
 
-    with pytest.raises(InputError, match="asks which rank it is"):
+    with pytest.raises(InputError, match="asks for its rank"):
         sharded(subject(Attention()), Show(), 2, Plan(code=cut))
 
 
@@ -489,10 +489,10 @@ def test_a_module_that_changes_its_input_gets_the_same_input_in_each_run() -> No
 @pytest.mark.parametrize(
     ("styles", "ranks", "reason"),
     [
-        (GOOD | {"Q": "colwise"}, 2, "the plan names Q, and no module is there. Did you mean q?"),
-        (GOOD | {"q": "rowwise"}, 2, "q is W_q and cut rowwise. It must be colwise"),
-        (GOOD | {"o": "colwise"}, 2, "o is W_o and cut colwise. It must be rowwise"),
-        (GOOD, 3, "q has 8 heads, and a cut of its 24 rows into 3 is inside of a head."),
+        (GOOD | {"Q": "colwise"}, 2, "the plan names Q, which is not a module. Did you mean q?"),
+        (GOOD | {"q": "rowwise"}, 2, "q is W_q and is sharded rowwise; expected colwise"),
+        (GOOD | {"o": "colwise"}, 2, "o is W_o and is sharded colwise; expected rowwise"),
+        (GOOD, 3, "q has 8 heads, and sharding its 24 rows into 3 would cut through a head."),
     ],
 )
 def test_a_users_plan_that_does_not_cut_heads_says_why(styles: Any, ranks: int, reason: str) -> None:
@@ -508,7 +508,7 @@ def test_a_users_plan_that_does_not_cut_heads_says_why(styles: Any, ranks: int, 
 def test_a_module_with_a_fixed_head_count_hides_no_wrong_plan() -> None:
     x = torch.randn(2, 5, 24)
     styles: Any = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "dense": "colwise"}
-    with pytest.raises(InputError, match="dense is W_o and cut colwise"):
+    with pytest.raises(InputError, match="dense is W_o and is sharded colwise"):
         sharded(subject(SplitHeadsAttention(24, 8), x, x, x), Show(), 2, Plan(styles))
 
 

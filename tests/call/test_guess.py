@@ -86,7 +86,7 @@ def test_a_width_that_was_drawn_is_replaced_by_one_with_which_the_forward_runs(n
 def test_a_width_that_was_drawn_is_not_the_mistake_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", f"{FILE}:OfNoWidth"]) == 1
     output = capsys.readouterr().out
-    assert "The width 37 was drawn by mha-inspect: nothing in the module shows it." in output
+    assert "The width 37 was chosen by mha-inspect: nothing in the module shows it." in output
     assert "Give the width: --input-shape q=" in output
     assert "Use a head count" not in output
 
@@ -115,7 +115,10 @@ def test_what_nobody_can_guess_is_refused_with_the_function_to_write(name: str, 
 def test_what_runs_in_training_mode_alone_says_so() -> None:
     target, call = made("Trains")
     subject = subject_of(target, call, 0)
-    with pytest.raises(TargetFailedError, match=r"It runs in training mode. Use --train\.$"), explaining(subject):
+    with (
+        pytest.raises(TargetFailedError, match=r"The forward succeeds in training mode. Use --train\.$"),
+        explaining(subject),
+    ):
         subject.plain()
     assert not target.module.training
     target.module.train()

@@ -71,7 +71,8 @@ def test_compare_heads_says_which_head_counts_run(invoke, module):
     code, _, err = invoke("compare-heads", f"{module}:Grouped", "--heads", "1,2,4,8")
     assert code == 1
     assert err.endswith(
-        "1 head, 2 key heads: the key heads must divide the heads. It runs with 2, 4 and 8 heads: --heads 2,4,8.\n"
+        "1 head, 2 key heads: the key heads must divide the heads. "
+        "The target runs with 2, 4 and 8 heads: --heads 2,4,8.\n"
     )
     assert invoke("compare-heads", f"{module}:Grouped", "--heads", "2,4,8").code == 0
 

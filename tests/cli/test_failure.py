@@ -82,7 +82,7 @@ def test_what_a_message_repeats_cannot_act_on_a_terminal(monkeypatch, invoke):
 def test_a_mask_is_named_as_it_can_be_read(invoke):
     code, _, err = invoke("check", "--mask", "\x1b[31m")
     assert code == 2
-    assert err.startswith("mha-inspect: MultiheadAttention.forward has no argument \\x1b[31m. It takes")
+    assert err.startswith("mha-inspect: MultiheadAttention.forward has no argument \\x1b[31m. Its arguments:")
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, invoke):

@@ -148,7 +148,7 @@ def test_a_module_that_the_file_built_is_taken_as_it_is(invoke: Program) -> None
 
 @pytest.mark.usefixtures("here")
 def test_the_others_of_a_file_are_named(invoke: Program) -> None:
-    (note,) = [note for note in report(invoke, "whole.py")["notes"] if "looked at" in note]
+    (note,) = [note for note in report(invoke, "whole.py")["notes"] if "is used" in note]
     assert "MLP" in note
     assert "Attention" in note
     assert report(invoke, "whole.py:Attention")["layer"]["name"] == "Attention"
@@ -173,10 +173,10 @@ def test_a_checkpoint_alone_is_its_parameters(invoke: Program) -> None:
     ("typed", "said"),
     [
         ("Attention", "is defined in 4 files here"),
-        ("nothing.py", "defines no torch.nn.Module"),
-        ("absent.py", "absent.py is not there"),
+        ("nothing.py", "defines neither a torch.nn.Module"),
+        ("absent.py", "absent.py does not exist"),
         ("trcae", "Did you mean trace?"),
-        ("nobody", "no command, no file"),
+        ("nobody", "no such command, file"),
         ("trace bert --layer torch", "two layers"),
         ("syntax.py", "syntax.py cannot be imported: SyntaxError"),
         ("needs_library.py", "needs_library.py cannot be imported: ModuleNotFoundError"),

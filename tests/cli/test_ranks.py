@@ -121,9 +121,9 @@ def test_a_head_that_is_cut_over_ranks_is_the_cause_of_a_view_that_raises(ran: d
         assert (found.code, trace["failure"]["call"]) == (1, "Tensor.unflatten")
         assert trace["failure"]["cause"]["name"] == "cut_over_ranks"
         # The key head has 8 features: 4 on each of 2 ranks.
-        said = "has 4 of 8 features: its layer is cut over ranks, inside of a head of 8."
+        said = "has 4 of 8 features: its layer is sharded over ranks, which cuts through a head of 8."
         assert trace["failure"]["cause"]["explanation"].endswith(said)
-        assert f"These are the stages of rank {rank} of 2." in trace["notes"]
+        assert f"The stages are those of rank {rank} of 2." in trace["notes"]
 
 
 def test_a_rank_that_raises_prints_its_own_failure(ran: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_a_rank_that_raises_prints_its_own_failure(ran: dict[str, Any]) -> None:
     assert other.code == 1
     assert "x.view(3, 7)" in other.out
     assert "shape '[3, 7]' is invalid for input of size 320" in other.out
-    assert "These are the stages of rank 1 of 2." in other.out
+    assert "The stages are those of rank 1 of 2." in other.out
 
 
 def test_a_rank_that_cannot_be_built_says_so(ran: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def test_a_target_that_needs_ranks_says_how_to_start_them(
         monkeypatch.delenv(variable, raising=False)
     answer = invoke("trace", f"{TARGETS}:{name}")
     assert (answer.code, answer.out) == (2, "")
-    assert "This is one process: start the command with torchrun" in answer.err
+    assert "Only one process is running: start the command with torchrun" in answer.err
 
 
 @pytest.mark.parametrize(("rank", "world"), [("0", "1"), ("0", "many"), ("first", "2"), ("", "2")])
@@ -195,4 +195,4 @@ def test_torchrun(target: str, code: int) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     assert ("0–15, 16–31" in done.stdout) is (code == 0)
-    assert ("These are the stages of rank 1 of 2." in done.stdout) is (code == 1)
+    assert ("The stages are those of rank 1 of 2." in done.stdout) is (code == 1)

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LINES: list[tuple[str, ...]] = [
     # commands and options
-    ("trcae", "trcae is no command", "Did you mean trace?"),
+    ("trcae", "trcae was not found", "Did you mean trace?"),
     ("compare", "Did you mean compare-heads?"),
     ("model.py:Attention", "model.py has no Attention"),
     ("help --emed-dim 3", "All options: mha-inspect help --help"),
@@ -192,8 +192,8 @@ LINES: list[tuple[str, ...]] = [
     ("trace model.py::Attention", "Write model.py:Attention."),
     ("trace ./model:Attention", "Write ./model.py:Attention."),
     ("trace nosuchpackage.layers:Attention", "install its package, or give the file"),
-    ("trace modle.py:Attention", "modle.py is not there. Did you mean model.py?"),
-    ("compare-heads modle.py:X", "modle.py is not there. Did you mean model.py?"),
+    ("trace modle.py:Attention", "modle.py does not exist. Did you mean model.py?"),
+    ("compare-heads modle.py:X", "modle.py does not exist. Did you mean model.py?"),
     ("params notes.txt", "notes.txt is not a supported file"),
     ("trace rows.pt", "no forward to run. Use `mha-inspect params rows.pt`."),
     ("check weights.safetensors", "weights.safetensors was not found."),
@@ -257,7 +257,7 @@ LITTLE_ROOM = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096,
         ("trace --dtype bfloat16", 2, "cpu cannot run dtype bfloat16", NO_BFLOAT16),
         ("trace --seq-len 100000000000", 3, "out of memory: you tried to allocate 204800000000000 bytes", ""),
         ("trace hf:bert", 2, 'pip install "mha-inspect[hf]"', NO_TRANSFORMERS),
-        ("trace hf:meta-llama/Llama-2-7b-hf", 3, "nothing is downloaded", ""),
+        ("trace hf:meta-llama/Llama-2-7b-hf", 3, "mha-inspect never downloads", ""),
     ],
 )
 def test_so_it_is_through_the_installed_program(program, folder, line, code, said, before):

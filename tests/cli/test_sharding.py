@@ -78,7 +78,7 @@ def test_parameters_of_rank_0(invoke, mine):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--ranks", "1"), "ranks 1 cuts nothing: it must be 2 or more. Try --ranks 2."),
+        (("--ranks", "1"), "ranks 1 is too small: it must be 2 or more. Try --ranks 2."),
         (("--ranks", "3"), "4 heads do not divide among 3 ranks. Use --ranks 2 and 4."),
         (("--ranks", "2", "--decode", "1"), "--ranks and --decode cannot be combined. Drop one."),
         (("--plan", "plan.json"), "--plan plan.json needs the number of ranks. Add --ranks 2."),

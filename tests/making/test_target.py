@@ -93,7 +93,7 @@ def test_flags_reach_a_config():
 def test_a_config_whose_dataclass_the_signature_does_not_name_is_given_by_hand():
     with pytest.raises(SpecError) as refused:
         load("FromDict", flags=flags(embed_dim=21, num_heads=3))
-    said = "FromDict needs cfg, and mha-inspect has no option for it. Give --set cfg=VALUE, or name a function that "
+    said = "FromDict needs cfg, but mha-inspect has no option for it. Give --set cfg=VALUE, or name a function that "
     assert str(refused.value).startswith(said + "returns the module.")
     assert load("FromDict", {"cfg": "SETTINGS"}).module.inner.heads == styles().SETTINGS["n_head"]
 
@@ -195,7 +195,7 @@ def test_one_line_of_an_import_that_fails(tmp_path, monkeypatch, content, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("absent.py:X", ["absent.py is not there"]),
+        ("absent.py:X", ["absent.py does not exist"]),
         ("no.such.package:X", ["no module no"]),
         ("torch.nn.no_such:X", ["no module torch.nn.no_such"]),
         (STYLES, ["missing the name of a class"]),

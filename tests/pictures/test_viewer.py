@@ -232,7 +232,7 @@ def test_tab_passes_every_control_once(page, file):
         page.run("return document.activeElement") if passed else None
         page.find("body").send_keys("\ue004") if not passed else page.press("TAB")
         passed.append(page.run("const e = document.activeElement; return e.name || e.className || e.textContent"))
-    assert passed[0] == "What the heads look at"  # the way past the tables
+    assert passed[0] == "What the heads attend to"  # the way past the tables
     assert passed[1:] == ["attention", "stage", "head", "from", "to", "whole", "picture", "head 0"]
 
 

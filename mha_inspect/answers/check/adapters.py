@@ -38,7 +38,7 @@ def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "parameters",
                 f"{name} is named for {side}, and is added to {listed(list(map(_rows, reached)))}.",
-                "Its rows were followed to the heads. Rows of a packed weight may lie by group instead of [q | k | v].",
+                "Its rows were followed to the heads. A packed weight may have rows by group instead of [q | k | v].",
                 sure=False,
             )
 

@@ -58,7 +58,7 @@ class Arguments:
         typo = not self._others or (name not in self.values and did_you_mean(name, self.parameters))
         if name not in self.parameters and typo:
             raise InputError(
-                f"{self._forward} has no argument {shown(name)}. It takes {', '.join(self.parameters) or 'none'}."
+                f"{self._forward} has no argument {shown(name)}. Its arguments: {', '.join(self.parameters) or 'none'}."
                 f"{did_you_mean(name, self.parameters)}"
             )
 

@@ -24,7 +24,7 @@ from .mixed_items import line_of_mixed_items
 
 @dataclass(frozen=True, eq=False)
 class _Leak:
-    """A token of batch item 0 that changes other items."""
+    """A token of batch item 0 that changes other items change."""
 
     source: Source
     """The argument with the token."""
@@ -50,12 +50,12 @@ class _Leak:
         return (
             f"Changing token {self.token} of batch item 0 of {self.source.names[0]} changes item {self.item} "
             f"at position {self.position} by {change:.3g}. "
-            f"It changes {items} of the {len(self.changed) - 1} other items."
+            f"It changes {items} of the {len(self.changed) - 1} other items change."
         )
 
 
 def batch(evidence: Evidence) -> Iterator[Finding]:
-    """Yield batch items whose tokens or masks change the outputs of other items."""
+    """Yield batch items whose tokens or masks change the outputs of other items change."""
     source = evidence.source
     if source.batch is None:
         raise NotPossibleError("the input has no batch")
@@ -227,7 +227,7 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
     line = ""
     why = _why_correct(evidence, reach, leak.source)
     if why:
-        sentence += f" This is correct if {why}."
+        sentence += f" The module is correct if {why}."
     elif _is_first(evidence, leak.source):
         line = line_of_mixed_items(evidence, leak.token)
     return Finding(

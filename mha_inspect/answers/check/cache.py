@@ -253,7 +253,7 @@ def _of_raised(loop: Loop, way: str, places: list[int], error: RaisedError) -> I
         runs_cut = cut.runs(places)
         if runs_cut or replace(loop, given="none").runs(places):
             if _takes_new_alone(loop):
-                evidence.notes.append(f"{loop.mask} is that of the new tokens in calls that continue from the cache.")
+                evidence.notes.append(f"In calls that continue from the cache, {loop.mask} covers the new tokens only.")
                 return
             yield _of_mask(cut, way, error, runs_cut=runs_cut, sure=is_declared)
             return
@@ -266,7 +266,7 @@ def _of_raised(loop: Loop, way: str, places: list[int], error: RaisedError) -> I
     yield Finding(
         "cache",
         f"The forward raises when it continues from its cache ({way}): {error}.",
-        f"It was called with {how}, and the next tokens.",
+        f"The call had {how} and the next tokens.",
     )
 
 

@@ -267,7 +267,7 @@ def _not_as_called(evidence: Evidence) -> Finding | None:
         if finding is None or _is_causal_by_outputs(evidence):
             continue
         sure = bool(by_argument) or is_named  # an attribute may be for another kernel
-        return replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.", sure=sure)
+        return replace(finding, evidence=f"{finding.evidence} A causal mask is expected: {reasons[0]}.", sure=sure)
     return None
 
 

@@ -32,8 +32,8 @@ def against_causal(sight: SeenKeys, window: int | None) -> Finding | None:
 def _laid_over(sight: SeenKeys) -> Finding:
     return sight.finding(
         "causal",
-        f"The causal mask is laid over the {sight.over} instead of the queries.",
-        f"All queries see the same keys, and each of the {sight.over} sees other keys.",
+        f"The causal mask is applied along the {sight.over} instead of the queries.",
+        f"All queries see the same keys, while the {sight.over} see different keys.",
         "Give it the axes of the scores: mask[None, None, :, :] for batch heads query key.",
     )
 

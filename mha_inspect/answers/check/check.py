@@ -314,8 +314,8 @@ def _no_attention(evidence: Evidence) -> str:
     products = [op for op in ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in ops)
     return (
-        f"{name} has no attention to check: no softmax(QKᵀ)V was found. It computes {plural(len(products), 'product')}"
-        f"{_lines_of(products)} and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
+        f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
+        f"The forward computes {plural(len(products), 'product')}{_lines_of(products)} and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
         "Run `mha-inspect trace` to see what it computes."
     )
 
@@ -373,7 +373,7 @@ def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
         added += masks_of(graph, attention, op)
     contents = [evidence.content(tensor) for tensor in added]
     if contents and all(map(_is_zero, contents)):
-        return "adds 0 to every score in this call: it masks out nothing"
+        return "adds 0 to every score in this call, so no key is masked out"
     return ""
 
 

@@ -82,7 +82,7 @@ def unlike_masks(evidence: Evidence) -> Iterator[Finding]:
         here, there = of_layers[stack.index(odd[0])], of_layers[_first_even(stack, odd)]
         if here.origins and there.origins and not here.origins & there.origins:
             continue  # its keys are of another sequence
-        proof = "The visible keys are those with weight, or a score that is not lowered."
+        proof = "A key is visible if it gets weight, or if no mask lowers its score."
         yield _finding("masking", odd, stack, _unlike_words(here, there), proof)
 
 
@@ -95,8 +95,8 @@ def _unlike_words(here: SeenKeys, there: SeenKeys) -> str:
     """Return how the visible keys of a layer differ from those of another one."""
     if here.words() == there.words():
         count = int((here.seen.any(0) != there.seen.any(0)).sum())
-        return f"masked otherwise than the others, in {plural(count, 'pair')} of a query and a key"
-    return f"masked otherwise: {here.words()}; in the others, {there.words()}"
+        return f"masked differently from the others, in {plural(count, 'pair')} of a query and a key"
+    return f"masked differently: {here.words()}; in the others, {there.words()}"
 
 
 def unlike_rotations(evidence: Evidence) -> Iterator[Finding]:
@@ -121,7 +121,7 @@ def _finding(check: str, odd: Sequence[_Layer], stack: Sequence[_Layer], what: s
     return Finding(
         check,
         f"{paths} {verb} {what}: {len(odd)} of {len(stack)} equal layers.",
-        f"{proof} No attribute of the modules says that they differ.",
+        f"{proof} No attribute of the modules explains the difference.",
         sure=False,
         source=odd[0].attention.score_product.op.source,
         module=odd[0].path,

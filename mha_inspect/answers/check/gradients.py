@@ -173,7 +173,7 @@ def _no_part(attention: Attention, op: Op, name: str, sides: Sequence[str], dead
     """Return the suspicion that the output does not depend on a projection."""
     return Finding(
         "parameters",
-        f"{name} projects the {listed(sides)}, and {dead.features or 'its features'} have no part in the output.",
+        f"{name} projects the {listed(sides)}, and {dead.features or 'its features'} do not affect the output.",
         "With other numbers in the weight, the output is the same bit for bit.",
         sure=False,
         source=op.source,
@@ -324,7 +324,7 @@ def _of_nan(evidence: Evidence) -> Iterator[Finding]:
         if sight.has_blind_query:
             line, module = sight.line, sight.module
             proof += (
-                "A query has every key masked out: the output leaves its NaN out, but in the backward 0 · NaN is NaN. "
+                "A query has every key masked out: the output discards its NaN, but in the backward 0 · NaN is NaN. "
             )
             break
     get = "gets" if len(names) == 1 else "get"

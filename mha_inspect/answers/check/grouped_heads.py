@@ -121,7 +121,7 @@ def _wrong_order(attention: Attention, reads: _Reads) -> Finding:
     return Finding(
         "grouped",
         f"The shared key heads are used in the wrong order{how}: query head 1 uses key head {reads.keys[1]}, "
-        f"but {reads.group} neighbours should share one. Weights of Llama or torch would meet the wrong heads.",
+        f"but {reads.group} neighbours should share one. Weights of Llama or torch would get the wrong heads.",
         f"{reads.words}; expected {_numbers(reads.expected)}.",
         source=attention.score_product.op.source,
         fix="Use repeat_interleave(group, dim=1), expand after the heads, or split queries as (kv_heads group).",

@@ -84,14 +84,14 @@ def _finding(evidence: Evidence, name: str, item: int, moved: Tensor) -> Finding
     first = int(items[0])
     repeat = _repeat_of(evidence, name)
     layout = next((sight.layout for sight in evidence.sights if sight.masked), "")
-    fix = f"Give the mask its place: {_LAYOUTS[layout]}." if layout in _LAYOUTS else ""
+    fix = f"Align the mask with the batch: {_LAYOUTS[layout]}." if layout in _LAYOUTS else ""
     if repeat is not None:
         fix = f"Use {name}.repeat_interleave(heads, 0): the heads of one item are neighbours."
     return Finding(
         "batch",
         f"The {name} of one batch item changes the output of another.",
         f"With the {name} of item {item} given to item 0 too, the output of item {first + 1} changes by "
-        f"{float(moved[first]):.3g}. It changes {len(items)} of the {len(moved)} other items.",
+        f"{float(moved[first]):.3g}. In all, {len(items)} of the {len(moved)} other items change.",
         source=evidence.mask_line if repeat is None else repeat.source,
         fix=fix,
     )

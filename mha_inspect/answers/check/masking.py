@@ -52,7 +52,7 @@ def _finite_masks(evidence: Evidence) -> Iterator[Finding]:
             finding = sight.finding(
                 "masking",
                 f"The mask is a finite number, and leaves masked keys a weight of up to {sight.faint:.2g}.",
-                "It is too small to change a sum in this dtype; larger scores or other dtypes may show it.",
+                "This weight is too small to change a sum in this dtype. Larger scores or another dtype may show it.",
                 "Use masked_fill(mask, float('-inf')).",
             )
             yield replace(finding, sure=False)
@@ -269,7 +269,7 @@ def _of_zeros_and_ones(*, is_subtracted: bool) -> WeakMask:
 def _bonus(does: str) -> WeakMask:
     return WeakMask(
         f"The mask {does}: the masked keys get all of the weight.",
-        "The sign is that of a bonus. A mask needs -inf or -1e9.",
+        "The sign raises the score of a masked key. A mask needs -inf or -1e9.",
         "Use masked_fill(mask, float('-inf')).",
     )
 

@@ -174,7 +174,7 @@ def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) ->
     return Finding(
         "cache",
         f"The cache that the call returns lacks the newest token: it has all of its keys but {newest}.",
-        f"The first {plural(length - count, 'row')} of the keys and of the values are returned as they are.",
+        f"The first {plural(length - count, 'row')} of the keys and of the values are returned unchanged.",
         sure=False,
         source=attention.score_product.op.source,
         fix=_FIX,

@@ -46,7 +46,7 @@ def one_position(evidence: Evidence) -> Iterator[Finding]:
                 "mixing",
                 f"The order of the tokens makes no difference: {row.table} adds one row to all of them, "
                 f"row {row.row} of {row.rows}.",
-                f"With {source.length - 1} tokens it is row {before}. With the tokens in reverse order, {same}.",
+                f"With {source.length - 1} tokens, row {before} is added. With the tokens in reverse order, {same}.",
                 sure=False,
                 source=row.source,
                 fix="Read a row for each token, e.g. pe[:, :x.shape[1]] instead of pe[:, x.shape[1]].",

@@ -152,8 +152,8 @@ def _of_length(padded: _PaddedRun, apart: float) -> Finding:
     return Finding(
         "padding",
         f"The {'side' if is_left else 'length'} of the padding changes real outputs by {apart:.3g}.",
-        f"With {padded.count} padding tokens on the {side}, batch item 0 has other outputs at tokens "
-        f"{real.start}–{real.stop - 1} than without padding. The content of the padding has no effect.",
+        f"With {padded.count} padding tokens on the {side}, the outputs of batch item 0 at tokens "
+        f"{real.start}–{real.stop - 1} differ from those without padding. The content of the padding has no effect.",
         fix="Count positions from the first real token: position_ids = mask.cumsum(-1) - 1." if is_left else "",
     )
 
@@ -188,8 +188,8 @@ def of_pooled_output(evidence: Evidence, name: str, source: Source) -> Iterator[
         yield Finding(
             "padding",
             f"The number of padding tokens changes the output of their batch item by {apart:.3g}.",
-            f"Batch item 0 has another output with {padded.count} padding tokens on the {padded.side} than without "
-            "padding. The content of the padding has no effect.",
+            f"With {padded.count} padding tokens on the {padded.side}, the output of batch item 0 differs from that "
+            "without padding. The content of the padding has no effect.",
             fix="Divide means by the number of real tokens, and count positions from the first real token.",
         )
 

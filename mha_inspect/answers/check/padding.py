@@ -183,11 +183,11 @@ def _of_other_items(run: MaskedRun) -> Finding:
     if not is_joined and any(_is_by_head(run, before, after) for before, after in run.pairs):
         return Finding(
             "padding",
-            f"The batch axis of {run.name} lies on the heads of the scores: head 0 of every item "
+            f"The batch axis of {run.name} is aligned with the heads of the scores: head 0 of every item "
             "gets the mask of item 0.",
             f"With {run.change} at {run.places} alone, head 0 of batch item {item} changes too.",
             source=run.line,
-            fix=laid_over("Give the batch axis of the mask its place", layout),
+            fix=laid_over("Align the batch axis of the mask with that of the scores", layout),
         )
     return Finding(
         "padding",
@@ -248,8 +248,8 @@ def _without_effect(run: MaskedRun) -> Finding:
         sentence = (
             f"{run.name} has no effect on the output: query {places_of(spared[-1])} sees the same keys with any mask."
         )
-        proof += f" Queries {places_of(~spared[-1])} lose keys, and no output is made of them."
-        fix = f"Give {run.name} to the keys of every query, that of a class token included."
+        proof += f" Queries {places_of(~spared[-1])} lose keys, but the output does not depend on these queries."
+        fix = f"Apply {run.name} to the keys of every query, also of a class token."
     else:
         sentence = f"{run.name} has no effect on the output, although every query loses keys."
         fix = "Use the result of the attention in the output."
@@ -272,7 +272,7 @@ def _without_keys(evidence: Evidence, run: MaskedRun) -> Finding | None:
     proof = f"With {run.change} at {run.places}, the output is NaN at {int(tokens.sum())} tokens"
     return Finding(
         "finite",
-        sentence if is_real else f"{sentence} They are padding, but the next layer may spread the NaN.",
+        sentence if is_real else f"{sentence} These queries are padding, but the next layer may spread the NaN.",
         f"{proof}." if is_real else f"{proof}, all of them padding.",
         sure=is_real,
         source=run.line,

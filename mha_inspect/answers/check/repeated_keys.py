@@ -37,8 +37,8 @@ def repeated_keys(evidence: Evidence, attention: Attention, names: AxisNames) ->
         transpose = "Use .transpose(1, 2) before the heads are repeated, so that dimension 1 is the heads."
         yield Finding(
             "grouped",
-            f"Each key is there {times} times{instead}.",
-            f"{keys} keys and values are {tokens} tokens of k_proj, each {times} times bit for bit.",
+            f"Each key occurs {times} times{instead}.",
+            f"{keys} keys and values are {tokens} tokens of k_proj, each repeated {times} times, bit for bit.",
             sure=is_group,
             source=attention.score_product.op.source,
             fix=transpose if is_group else "Remove the repeat of the keys and values along the sequence.",

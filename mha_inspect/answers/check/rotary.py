@@ -162,7 +162,7 @@ def _one_sided(rotated: _RotatedSide, other: _RotatedSide) -> Iterator[Finding]:
     if other.rows.shape[1] > 1:
         proof = f"Equal tokens at all positions give equal {other.side} heads and rotated {rotated.side} heads."
     else:
-        proof = f"The {rotated.side} is multiplied by cosines and sines, and the {other.side} is not."
+        proof = f"The {rotated.side} is multiplied by cosines and sines, but the {other.side} is not."
     yield _finding(
         rotated.op,
         f"The {rotated.side} is rotated and the {other.side} is not, so the scores depend on absolute positions.",

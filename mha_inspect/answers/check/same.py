@@ -98,7 +98,7 @@ def training(evidence: Evidence) -> Iterator[Finding]:
             evidence.notes.extend(_of_padded_outputs(evidence, output))
             return
         if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
-            raise NotPossibleError("train draws a dropout that cannot be set to 0")
+            raise NotPossibleError("train uses a dropout that cannot be set to 0")
     yield _of_modes(evidence, apart)
 
 
@@ -237,7 +237,7 @@ def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
                 yield Finding(
                     "reference",
                     f"Output {difference.name} differs from the reference by {apart}; the first output is the same.",
-                    "Both ran on the same arguments with the same weights.",
+                    "Both modules ran on the same arguments with the same weights.",
                 )
                 return
 
@@ -248,7 +248,7 @@ def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
         sentence = (
             f"Expected output shape {list(theirs.shape)}, as the reference has; got {list(evidence.output.shape)}."
         )
-        yield Finding("reference", sentence, "Both ran on the same arguments.")
+        yield Finding("reference", sentence, "Both modules ran on the same arguments.")
         return
     left, right = Side("left", evidence.subject), Side("right", compared)
     try:
@@ -273,7 +273,7 @@ def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
     yield Finding(
         "reference",
         " ".join(sentences),
-        "Both ran on the same arguments with the same weights. Their stages were compared in canonical axes.",
+        "Both modules ran on the same arguments with the same weights. Their stages were compared in canonical axes.",
         source=first.line,
         module=first.module,
     )

@@ -194,7 +194,7 @@ def _unlike_one(evidence: Evidence, attention: Attention, names: AxisNames, fina
         axis = _axis_of_softmax(attention, names)
         sentence = f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one."
         return Finding("softmax", sentence, proof, source=softmax.source, fix=over_keys)
-    sentence = "The weights are changed after the softmax and do not sum to one. This may be intended."
+    sentence = "The weights are changed after the softmax and do not sum to one. The change may be intended."
     last = changing[-1] if changing else softmax
     return Finding("softmax", sentence, proof, sure=False, source=last.source)
 

@@ -206,7 +206,7 @@ def _value_elsewhere(
         return None
     return Finding(
         "cache",
-        "The value of a token is not in the slot of its key: the weight of the key goes to another value.",
+        "The value of a token is not in the slot of its key: the weight of the key multiplies another value.",
         f"The key of token {list(lost.token)} is in slot {lost.slot} of the cache, and its value {lost.where}.",
         source=lost.line or attention.value_product.op.source,
         fix="Write the key and the value of a token into the same slot.",

@@ -131,7 +131,7 @@ def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
         return None
     drawn = _input_of_drawn_width(facts, drawn_width)
     if drawn and suspect.name in _OF_WIDTHS and any(o.shape[-1:] == (drawn_width,) for o in facts.operands):
-        what = f"The width {drawn_width} was drawn by mha-inspect: nothing in the module shows it."
+        what = f"The width {drawn_width} was chosen by mha-inspect: nothing in the module shows it."
         way = f"Give the width: --input-shape {drawn}=2x10x512 with its own sizes."
         return Cause(suspect.name, f"{suspect.explanation} {what}", way)
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))

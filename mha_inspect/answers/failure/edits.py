@@ -115,7 +115,7 @@ def _longer_mask(mask: Operand, place: int, wanted: int, what: str) -> Suspect:
     unit = "keys" if place == -1 else "queries"
     behind = "" if place == -1 else ", :"
     first = f"{mask.name}[..., :{wanted}{behind}] for the first {wanted}"
-    last = f"{mask.name}[..., -{wanted}:{behind}] for the last {wanted} {unit}, as a cache of the latest keeps"
+    last = f"{mask.name}[..., -{wanted}:{behind}] for the last {wanted} {unit}, as in a cache of the latest keys"
     start = mask.shape[place] - wanted
     return Suspect(
         "mask_size",
@@ -182,7 +182,7 @@ def _parts_of_projection(facts: Facts) -> Iterator[Suspect]:
     if whole != 3 * has or rest <= 0 or rest % 2 or wanted % (rest // 2):
         return
     kv_width = rest // 2
-    way = f"split([{wanted}, {kv_width}, {kv_width}], -1) in the place of three equal parts"
+    way = f"split([{wanted}, {kv_width}, {kv_width}], -1) instead of three equal parts"
     yield Suspect(
         "unequal_parts",
         f"{operand.name} has {has} features, a third of {whole}; {wanted} are expected. With fewer key heads than "

@@ -107,7 +107,7 @@ def _sequence_repeated(facts: Facts, pair: _Pair, times: int) -> Suspect | None:
     # Both factors have their heads in the same dimension.
     counts = f"{left.name} has {left.shape[heads]} heads and {right.name} has {pair.kv_heads}"
     what = (
-        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} is there {times} times. "
+        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} occurs {times} times. "
         f"The sequence was repeated {times} times instead of the heads."
     )
 

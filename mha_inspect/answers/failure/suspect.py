@@ -9,7 +9,7 @@ from .tried import Fix
 
 Shape = tuple[int, ...]
 
-SAME_BATCH = "Both must have the same batch size."
+SAME_BATCH = "Both tensors must have the same batch size."
 SAME_SEQUENCE = "take keys and values from the same sequence"
 
 

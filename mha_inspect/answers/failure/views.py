@@ -67,9 +67,9 @@ def cut_over_ranks(facts: Facts) -> Suspect | None:
         return None
     way, inside = "divide the number of heads by the number of ranks, or give -1", ""
     if head_dim > 0 and width % head_dim:
-        way = f"cut it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank"
-        inside = f", inside of a head of {head_dim}"
-    what = f"{x.name} has {width} of {whole} features: its layer is cut over ranks{inside}."
+        way = f"shard it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank"
+        inside = f", which cuts through a head of {head_dim}"
+    what = f"{x.name} has {width} of {whole} features: its layer is sharded over ranks{inside}."
     return Suspect("cut_over_ranks", what, (Fix(way),))
 
 
@@ -99,7 +99,7 @@ def wrong_head_dim(facts: Facts) -> Suspect | None:
         f"{heads} heads of {head_dim} need {needs} features; {x.name} has {width}.",
         (
             Fix(f"use head_dim {width // heads} ({heads} heads, width {width})"),
-            Fix(f"a projection with out_features {needs}", [(x, resized(-1, needs))]),
+            Fix(f"use a projection with out_features {needs}", [(x, resized(-1, needs))]),
         ),
     )
 

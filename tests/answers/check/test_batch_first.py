@@ -104,7 +104,7 @@ def test_a_mask_that_adds_nothing_is_told(regions: int) -> None:
     report = check(AddsNothing(regions), torch.randn(2, 8, WIDTH))
     facts = {fact.name: fact.sentence for fact in report.facts}
     assert ("mask" in facts) == (regions == 1)
-    assert regions > 1 or facts["mask"] == "adds 0 to every score in this call: it masks out nothing"
+    assert regions > 1 or facts["mask"] == "adds 0 to every score in this call, so no key is masked out"
 
 
 class OfIds(Padded):

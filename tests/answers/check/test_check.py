@@ -297,8 +297,8 @@ def test_keys_of_a_slice_of_a_packed_weight_are_told_as_detached() -> None:
     ("module", "says"),
     [
         (first_head(torch.detach), "the autograd graph is cut"),
-        (first_head(torch.zeros_like), "no part in the output"),
-        (MADE["CausalAlongHeads"](True), "no part in the output"),  # the first head sees one key
+        (first_head(torch.zeros_like), "do not affect the output"),
+        (MADE["CausalAlongHeads"](True), "do not affect the output"),  # the first head sees one key
     ],
 )
 def test_features_without_an_effect_are_not_called_detached(module: nn.Module, says: str) -> None:
@@ -576,7 +576,7 @@ def test_bad_input_says_what_there_is() -> None:
     x = torch.randn(B, N, E)
     with pytest.raises(InputError, match=r"no attention to check: .* computes 2 products \(addmm"):
         mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
-    with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. It takes x, mask"):
+    with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. Its arguments: x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="Unknown check headz"):
         mha_inspect.check(Right(), x, only=["headz"])
@@ -673,7 +673,7 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     code, _, err = invoke("check", alone, *sizes, "--batch", "2")
     assert (code, "Alone failed on x float32 [2, 6, 12]" in err) == (1, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
-    assert (code, "Model.forward has no argument maks. It takes x, mask" in err) == (2, True)
+    assert (code, "Model.forward has no argument maks. Its arguments: x, mask" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

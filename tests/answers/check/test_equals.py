@@ -72,8 +72,8 @@ def findings(module: nn.Module) -> tuple[Finding, ...]:
 EXPECTED = {
     "no scale": ("scale", "layers.2 is scaled by 1, the others by 0.354: 1 of 4 equal layers."),
     "half not scaled": ("scale", "layers.2, layers.3 are scaled by 1, the others by 0.354: 2 of 4 equal layers."),
-    "window": ("masking", "layers.2 is masked otherwise: "),
-    "sees the future": ("masking", "layers.2 is masked otherwise: "),
+    "window": ("masking", "layers.2 is masked differently: "),
+    "sees the future": ("masking", "layers.2 is masked differently: "),
     "base": ("rotary", "layers.2 is rotated by "),
 }
 

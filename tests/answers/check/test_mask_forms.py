@@ -17,7 +17,7 @@ from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
 
 HEADS, LENGTH, WIDTH = 4, 7, 32
-ON_HEADS = "The batch axis of mask lies on the heads of the scores"
+ON_HEADS = "The batch axis of mask is aligned with the heads of the scores"
 
 
 class Masked(nn.Module):
@@ -72,7 +72,7 @@ def test_a_batch_axis_on_the_heads_is_found_where_there_are_as_many_items(module
     report = checked(module(), HEADS)
     (finding,) = report.findings
     assert finding.sentence.startswith(ON_HEADS)
-    assert finding.fix.startswith("Give the batch axis of the mask its place: mask[:, None, None, :]")
+    assert finding.fix.startswith("Align the batch axis of the mask with that of the scores: mask[:, None, None, :]")
     assert not [fact for fact in report.facts if "no effect" in fact.sentence]
 
 

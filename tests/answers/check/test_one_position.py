@@ -74,7 +74,7 @@ def test_one_row_for_all_tokens_is_a_suspicion(module: type[Encoder], learned: b
         f"The order of the tokens makes no difference: table adds one row to all of them, row {row} of {ROWS}."
     )
     assert (finding.check, finding.sure) == ("mixing", False)
-    assert f"With {LENGTH - 1} tokens it is row {row - 1}." in finding.evidence
+    assert f"With {LENGTH - 1} tokens, row {row - 1} is added." in finding.evidence
 
 
 @pytest.mark.parametrize("module", [Encoder, SameRow, OfLength])

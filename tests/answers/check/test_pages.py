@@ -1,4 +1,4 @@
-"""The pages of the checks: each module is wrong as its page says, by that check alone, and right with the mend."""
+"""The pages of the checks: each module is wrong as its page says, by that check alone, and right with the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.warm import Answer
 FOLDER = Path(mha_inspect.__file__).parent / "answers" / "check" / "pages"
 COLUMNS = 78
 LINES_OF_A_MODULE = 30
-MEND = re.compile(r"^## Mend\n\n```diff\n(.*?)^```$", re.M | re.S)
+MEND = re.compile(r"^## Fix\n\n```diff\n(.*?)^```$", re.M | re.S)
 Invoke = Callable[..., Answer]
 pytestmark = pytest.mark.parametrize("name", CHECKS)
 
@@ -42,7 +42,7 @@ class Page:
 
     @property
     def mended(self) -> str:
-        """The module with the lines of the mend in place of those that it removes."""
+        """The module with the lines of the fix in place of those that it removes."""
         found = MEND.search(self.text)
         assert found is not None
         lines = found[1].splitlines(keepends=True)
@@ -107,7 +107,7 @@ def terminal(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 def test_the_claim_is_the_title_and_the_parts_are_short(name: str) -> None:
     page = page_of(name)
     assert page.text.startswith(f"# {name}: {CHECKS[name]}\n\n")
-    assert re.findall(r"^## (.*)", page.text, re.M) == ["Example", "Mend"]
+    assert re.findall(r"^## (.*)", page.text, re.M) == ["Example", "Fix"]
     assert page.wrong.count("\n") <= LINES_OF_A_MODULE
     assert [fault for paragraph in page.prose for fault in faults(paragraph)] == []
     blocks = re.findall(r"^```\w+\n(.*?)^```$", page.text, re.M | re.S)

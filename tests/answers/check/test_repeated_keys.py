@@ -54,14 +54,14 @@ def findings(module: nn.Module, x: Tensor) -> list[Finding]:
 def test_each_key_is_there_as_often_as_query_heads_share_it(repeat: Repeat) -> None:
     (finding,) = findings(Grouped(repeat), torch.randn(2, 7, 32))
     assert finding.sure
-    assert finding.sentence == "Each key is there 4 times: the sequence was repeated instead of the heads."
-    assert finding.evidence == "28 keys and values are 7 tokens of k_proj, each 4 times bit for bit."
+    assert finding.sentence == "Each key occurs 4 times: the sequence was repeated instead of the heads."
+    assert finding.evidence == "28 keys and values are 7 tokens of k_proj, each repeated 4 times, bit for bit."
 
 
 def test_keys_of_all_heads_that_are_there_twice_may_be_on_purpose() -> None:
     (finding,) = findings(Grouped(lambda k: k.repeat_interleave(2, dim=2), 8), torch.randn(2, 7, 32))
     assert not finding.sure
-    assert finding.sentence == "Each key is there 2 times."
+    assert finding.sentence == "Each key occurs 2 times."
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,6 @@ def test_the_sequence_is_repeated_in_the_place_of_the_heads(weigh: Callable[...,
     failure = caught.value.trace.failure
     assert failure is not None
     assert failure.cause is not None
-    assert "each of 5 keys is there 3 times" in failure.cause.explanation
+    assert "each of 5 keys occurs 3 times" in failure.cause.explanation
     assert "The sequence was repeated 3 times instead of the heads." in failure.cause.explanation
     assert failure.cause.fix.startswith(way)
