@@ -53,7 +53,7 @@ TWO_NEGATIVES = re.compile(
 )
 """E.g. `is not a folder, and not a type`: `is neither a folder nor a type`."""
 FIRST_OF_A_FIX = re.compile(
-    r"(?:add|align|apply|build|change|check|convert|count|create|cut|divide|drop|give|join|keep|leave|make|mask|merge|"
+    r"(?:add|align|apply|build|change|check|convert|count|create|cut|divide|drop|give|invert|join|keep|leave|make|mask|merge|"
     r"multiply|pass|pool|put|read|remove|repeat|replace|return|rotate|run|scale|shard|split|swap|take|use|write)$",
     re.IGNORECASE,
 )

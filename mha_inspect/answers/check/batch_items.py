@@ -50,7 +50,7 @@ class _Leak:
         return (
             f"Changing token {self.token} of batch item 0 of {self.source.names[0]} changes item {self.item} "
             f"at position {self.position} by {change:.3g}. "
-            f"It changes {items} of the {len(self.changed) - 1} other items change."
+            f"In all, {items} of the {len(self.changed) - 1} other items change."
         )
 
 

@@ -315,7 +315,8 @@ def _no_attention(evidence: Evidence) -> str:
     softmaxes = sum(op.does("softmax") for op in ops)
     return (
         f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
-        f"The forward computes {plural(len(products), 'product')}{_lines_of(products)} and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
+        f"The forward computes {plural(len(products), 'product')}{_lines_of(products)} "
+        f"and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
         "Run `mha-inspect trace` to see what it computes."
     )
 
