@@ -185,10 +185,10 @@ BREAKS: dict[str, tuple[Broken, str]] = {
 }
 """What is broken, and the first wrong stage, or the projection that raises."""
 REASONS = {
-    "no sum": "Added up over the 2 ranks",
+    "no sum": "The sum over the 2 ranks",
     "bias on every rank": "every rank adds the bias",
     "q and k swapped": "t is the part of k_proj.",
-    "keys cut inside a head": "t has the features",
+    "keys cut inside a head": "t has features",
 }
 """What is broken to the reason, which is tried on the numbers."""
 IMPOSSIBLE = {("llama", "q and k swapped"), ("grouped-query", "q and k swapped"), ("t5", "bias on every rank")}
