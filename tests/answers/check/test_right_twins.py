@@ -137,7 +137,7 @@ def test_a_list_of_the_model_says_which_layers_differ(says: object) -> None:
 @pytest.mark.parametrize("says", [None, "glll", [0]])
 def test_a_list_that_says_otherwise_excuses_nothing(says: object) -> None:
     (finding,) = check(Model("lllg", says=says), given(), intent=CAUSAL).findings
-    assert finding.sentence.startswith("layers.3 is masked otherwise")
+    assert finding.sentence.startswith("layers.3 is masked differently")
 
 
 class Normed(Attention):
