@@ -64,13 +64,25 @@ def _of_declared(evidence: Evidence) -> Finding | None:
 def _sights_in_order(evidence: Evidence) -> Sequence[SeenKeys]:
     """Return the attentions that a declared order is about: those over the sequence that the output follows.
 
-    An encoder sees its whole source, and so does the attention of a decoder to it. All attentions if the output follows
-    none of several sequences, or no attention is over the one that it follows.
+    An encoder sees its whole source, and so does the attention of a decoder to it. If the output follows none of the
+    sequences, e.g. the pooled ones of two towers, the order is declared of one: of the one that is causal throughout.
+    All attentions if none is, or no attention is over the sequence that the output follows.
     """
-    if len(evidence.sources) < 2 or not evidence.follows:
+    if len(evidence.sources) < 2:
         return evidence.sights
+    if not evidence.follows:
+        return _causal_sequence(evidence) or evidence.sights
     names = evidence.source.names
     return [sight for sight in evidence.sights if sight.origins.intersection(names)] or evidence.sights
+
+
+def _causal_sequence(evidence: Evidence) -> Sequence[SeenKeys]:
+    """Return the attentions over the first of several sequences that are all causal; empty without one."""
+    for source in evidence.sources:
+        sights = [sight for sight in evidence.sights if sight.origins.intersection(source.names)]
+        if sights and all(against_causal(sight, evidence.intent.window) is None for sight in sights):
+            return sights
+    return ()
 
 
 def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:

@@ -41,7 +41,7 @@ def way_out(evidence: Evidence, source: Source, token: int) -> str:
 
 def _set_batch_first(parts: list[nn.Module]) -> None:
     for part in parts:
-        part.batch_first = True  # type: ignore[assignment]
+        part.batch_first = True  # type: ignore[assignment]  # mypy takes attributes of a module for tensors or modules
 
 
 def _is_apart(evidence: Evidence, source: Source, token: int, change: Callable[[nn.Module], object]) -> bool:
