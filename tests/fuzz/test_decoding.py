@@ -6,7 +6,7 @@ The truth is the choices themselves, and the module's own forward over all token
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from mha_inspect.running.subject import Subject
 
 from .test_styles import ROTATIONS
 
-EMBED, HEADS, SLOTS, PAGE, PROMPT, STEPS = 20, 4, 16, 4, 4, 3
+EMBED, HEADS, SLOTS, PAGE, RING, PROMPT, STEPS = 20, 4, 16, 4, 4, 4, 3
 LENGTH = PROMPT + STEPS
 RETURNED = ("joined", "joined by token", "one tensor", "features side by side")
-HELD = ("list", "slice", "by token", "one buffer", "all slots", "index_copy_", "index_put_", "ring", "pages")
+"""Stores that a call gives back, and the next call is given."""
+KEPT = ("list", "slice", "by token", "one buffer", "all slots", "index_copy_", "index_put_", "ring", "pages")
+"""Stores in the module."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def loops(draw: st.DrawFn) -> Loop:
     def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    store, rotation = one_of(*RETURNED, *HELD), one_of("", *ROTATIONS)
+    store, rotation = one_of(*RETURNED, *KEPT), one_of("", *ROTATIONS)
     return Loop(
         store=store,
         packed=one_of(False, True),
@@ -61,10 +63,23 @@ def loops(draw: st.DrawFn) -> Loop:
         # A ring forgets where its keys were.
         late=bool(rotation) and store != "ring" and one_of(False, False, True),
         mask=one_of("fill", "add", "kernel", "window"),
-        start=one_of("number", "tensor") if store in HELD else one_of("cache", "cache", "number"),
+        start=one_of("number", "tensor") if store in KEPT else one_of("cache", "cache", "number"),
         layers=one_of(1, 2, 3),
         batch=one_of(1, 2),
     )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a call reads after it stored its keys and values."""
+
+    keys: Tensor
+    """`batch kv_heads slot head_dim`."""
+    values: Tensor
+    positions: Tensor
+    """The position of the token in each slot."""
+    past: Any = None
+    """What the next call is given."""
 
 
 class Layer(nn.Module):
@@ -78,7 +93,7 @@ class Layer(nn.Module):
         widths = [sum(self.sizes)] if loop.packed else self.sizes
         self.qkv, self.o = nn.ModuleList(nn.Linear(EMBED, n) for n in widths), nn.Linear(HEADS * size, EMBED)
         self.norms = nn.ModuleList(nn.RMSNorm(size) if loop.norm else nn.Identity() for _ in range(2))
-        slots = 4 if loop.store == "ring" else SLOTS
+        slots = RING if loop.store == "ring" else SLOTS
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(loop.batch, loop.kv_heads, slots, size), persistent=False)
             rows = torch.zeros(loop.batch, slots, loop.kv_heads, size)
@@ -98,59 +113,8 @@ class Layer(nn.Module):
         turn = ROTATIONS.get(self.loop.rotation)
         return x if turn is None else turn(x, self.angles[places])
 
-    def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
-        """Return the keys and values of all slots that are read, what is given back, and each slot's position."""
-        store, stop = self.loop.store, int(places[-1]) + 1
-        if store == "one tensor":
-            both = torch.stack([k, v])
-            both = both if past is None else torch.cat([past, both], 3)
-            return both[0], both[1], both, torch.arange(stop)
-        if store == "features side by side":
-            both = torch.cat([k, v], -1)
-            both = both if past is None else torch.cat([past, both], 2)
-            return *both.split(k.shape[-1], -1), both, torch.arange(stop)
-        if store in ("joined", "joined by token"):
-            if store == "joined by token":
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-            axis = 1 if store == "joined by token" else 2
-            if past is not None:
-                k, v = torch.cat([past[0], k], axis), torch.cat([past[1], v], axis)
-            past = k, v
-            if store == "joined by token":
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-            return k, v, past, torch.arange(stop)
-        if store == "list":
-            self.kept = [*(self.kept if stop > k.shape[2] else []), (k, v)]
-            return *(torch.cat(each, 2) for each in zip(*self.kept, strict=True)), None, torch.arange(stop)
-        if store == "pages":
-            rows, within = self.table[:, places // PAGE], places % PAGE
-            self.key_pages[rows, within] = k.transpose(1, 2)
-            self.value_pages[rows, within] = v.transpose(1, 2)
-            k, v = (each[self.table].flatten(1, 2).transpose(1, 2) for each in (self.key_pages, self.value_pages))
-            return k[:, :, :stop], v[:, :, :stop], None, torch.arange(stop)
-        if store == "ring":
-            held = torch.arange(stop)[-4:]
-            new = places[-4:]
-            self.keys[:, :, new % 4], self.values[:, :, new % 4] = k[:, :, -4:], v[:, :, -4:]
-            if len(places) > 1:  # a prompt sees itself
-                return k, v, None, places
-            return self.keys, self.values, None, torch.full((4,), SLOTS).scatter(0, held % 4, held)
-        if store in ("by token", "one buffer"):
-            whole = self.both if store == "one buffer" else (self.key_rows, self.value_rows)
-            for buffer, new in zip(whole, (k, v), strict=True):
-                buffer[:, int(places[0]) : stop] = new.transpose(1, 2)
-            k, v = (buffer[:, :stop].transpose(1, 2) for buffer in whole)
-            return k, v, None, torch.arange(stop)
-        for buffer, new in ((self.keys, k), (self.values, v)):
-            if store == "index_copy_":
-                buffer.index_copy_(2, places, new)
-            elif store == "index_put_":
-                buffer[:, :, places] = new
-            else:
-                buffer[:, :, int(places[0]) : stop] = new
-        if store == "slice":
-            return self.keys[:, :, :stop], self.values[:, :, :stop], None, torch.arange(stop)
-        return self.keys, self.values, None, torch.arange(SLOTS)
+    def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+        return STORES[self.loop.store](self, k, v, past, places)
 
     def seen(self, apart: Tensor) -> Tensor:
         """Return which query sees which key, from the distance between them."""
@@ -164,10 +128,11 @@ class Layer(nn.Module):
         q, k = self.norms[0](q), self.norms[1](k)
         q = self.turned(q, places)
         k = k if loop.late else self.turned(k, places)
-        k, v, past, slots = self.stored(k, v, past, places)
-        k = self.turned(k, slots) if loop.late else k
-        k, v = (each.repeat_interleave(HEADS // loop.kv_heads, 1) for each in (k, v))
-        seen = self.seen(places[:, None] - slots)
+        stored = self.stored(k, v, past, places)
+        k = self.turned(stored.keys, stored.positions) if loop.late else stored.keys
+        k = k.repeat_interleave(HEADS // loop.kv_heads, 1)
+        v = stored.values.repeat_interleave(HEADS // loop.kv_heads, 1)
+        seen = self.seen(places[:, None] - stored.positions)
         if loop.mask == "kernel":
             context = nn.functional.scaled_dot_product_attention(q, k, v, seen)
         else:
@@ -177,7 +142,124 @@ class Layer(nn.Module):
             else:
                 scores = scores.masked_fill(~seen, -torch.inf)
             context = scores.softmax(-1) @ v
-        return self.o(context.transpose(1, 2).reshape(b, n, -1)), past
+        return self.o(context.transpose(1, 2).reshape(b, n, -1)), stored.past
+
+
+def joined(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    if past is not None:
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    return Stored(k, v, torch.arange(k.shape[2]), past=(k, v))
+
+
+def joined_by_token(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    """Give back `batch token kv_heads head_dim`."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if past is not None:
+        k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+    return Stored(k.transpose(1, 2), v.transpose(1, 2), torch.arange(k.shape[1]), past=(k, v))
+
+
+def in_one_tensor(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    """Give back `2 batch kv_heads token head_dim`."""
+    both = torch.stack([k, v])
+    if past is not None:
+        both = torch.cat([past, both], 3)
+    return Stored(both[0], both[1], torch.arange(both.shape[3]), past=both)
+
+
+def with_features_side_by_side(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    """Give back `batch kv_heads token (2 head_dim)`."""
+    both = torch.cat([k, v], -1)
+    if past is not None:
+        both = torch.cat([past, both], 2)
+    keys, values = both.split(k.shape[-1], -1)
+    return Stored(keys, values, torch.arange(both.shape[2]), past=both)
+
+
+def in_list(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    if places[0] == 0:
+        layer.kept = []
+    layer.kept.append((k, v))
+    keys = torch.cat([pair[0] for pair in layer.kept], 2)
+    values = torch.cat([pair[1] for pair in layer.kept], 2)
+    return Stored(keys, values, torch.arange(keys.shape[2]))
+
+
+def in_pages(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    rows, within, stop = layer.table[:, places // PAGE], places % PAGE, int(places[-1]) + 1
+    read = []
+    for pages, new in ((layer.key_pages, k), (layer.value_pages, v)):
+        pages[rows, within] = new.transpose(1, 2)
+        read.append(pages[layer.table].flatten(1, 2).transpose(1, 2)[:, :, :stop])
+    return Stored(*read, torch.arange(stop))
+
+
+def in_ring(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    new = places[-RING:]
+    layer.keys[:, :, new % RING], layer.values[:, :, new % RING] = k[:, :, -RING:], v[:, :, -RING:]
+    if len(places) > 1:  # a prompt sees itself
+        return Stored(k, v, places)
+    newest = torch.arange(int(places[-1]) + 1)[-RING:]
+    return Stored(layer.keys, layer.values, torch.full((RING,), SLOTS).scatter(0, newest % RING, newest))
+
+
+def in_rows(layer: Layer, k: Tensor, v: Tensor, places: Tensor, buffers: Any) -> Stored:
+    """Write into `batch slot kv_heads head_dim`, and read what is full."""
+    start, stop, read = int(places[0]), int(places[-1]) + 1, []
+    for buffer, new in zip(buffers, (k, v), strict=True):
+        buffer[:, start:stop] = new.transpose(1, 2)
+        read.append(buffer[:, :stop].transpose(1, 2))
+    return Stored(*read, torch.arange(stop))
+
+
+def by_token(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    return in_rows(layer, k, v, places, (layer.key_rows, layer.value_rows))
+
+
+def in_one_buffer(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    return in_rows(layer, k, v, places, layer.both)
+
+
+def in_all_slots(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    """Write a slice, and read empty slots too."""
+    start, stop = int(places[0]), int(places[-1]) + 1
+    layer.keys[:, :, start:stop], layer.values[:, :, start:stop] = k, v
+    return Stored(layer.keys, layer.values, torch.arange(SLOTS))
+
+
+def in_slice(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    stored, stop = in_all_slots(layer, k, v, past, places), int(places[-1]) + 1
+    return Stored(stored.keys[:, :, :stop], stored.values[:, :, :stop], torch.arange(stop))
+
+
+def by_index_copy(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    layer.keys.index_copy_(2, places, k)
+    layer.values.index_copy_(2, places, v)
+    return Stored(layer.keys, layer.values, torch.arange(SLOTS))
+
+
+def by_index_put(layer: Layer, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+    layer.keys[:, :, places], layer.values[:, :, places] = k, v
+    return Stored(layer.keys, layer.values, torch.arange(SLOTS))
+
+
+STORES: dict[str, Callable[[Layer, Tensor, Tensor, Any, Tensor], Stored]] = {
+    "joined": joined,
+    "joined by token": joined_by_token,
+    "one tensor": in_one_tensor,
+    "features side by side": with_features_side_by_side,
+    "list": in_list,
+    "slice": in_slice,
+    "by token": by_token,
+    "one buffer": in_one_buffer,
+    "all slots": in_all_slots,
+    "index_copy_": by_index_copy,
+    "index_put_": by_index_put,
+    "ring": in_ring,
+    "pages": in_pages,
+}
+TOKEN_AXIS = {"one tensor": 3, "joined by token": 1}
+"""Where the tokens are in a store that is given back; else in dimension 2."""
 
 
 class Decoder(nn.Module):
@@ -198,10 +280,13 @@ class Returning(Decoder):
     """The cache knows how many tokens came before."""
 
     def forward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        sizes = {"one tensor": 3, "joined by token": 1}
-        first = None if past is None else past[0] if isinstance(past[0], Tensor) else past[0][0]
-        start = 0 if first is None else first.shape[sizes.get(self.loop.store, 2)]
+        start = 0 if past is None else self.tokens_of(past[0])
         return self.run(x, past, torch.arange(start, start + x.shape[1]))
+
+    def tokens_of(self, past: Any) -> int:
+        """Return how many tokens the cache of one layer has."""
+        keys = past if isinstance(past, Tensor) else past[0]
+        return int(keys.shape[TOKEN_AXIS.get(self.loop.store, 2)])
 
 
 class Numbered(Decoder):
@@ -227,10 +312,13 @@ class Placed(Decoder):
 
 def decoder_of(loop: Loop, kind: type[Layer] = Layer) -> tuple[Decoder, dict[str, Any]]:
     """Return a decoder, and further arguments of a forward over all tokens."""
-    if loop.store in HELD:
-        tensor = loop.start == "tensor"
-        return (Placed(loop, kind), {"input_pos": torch.arange(LENGTH)}) if tensor else (Holding(loop, kind), {})
-    return (Numbered if loop.start == "number" else Returning)(loop, kind), {}
+    if loop.store in KEPT and loop.start == "tensor":
+        return Placed(loop, kind), {"input_pos": torch.arange(LENGTH)}
+    if loop.store in KEPT:
+        return Holding(loop, kind), {}
+    if loop.start == "number":
+        return Numbered(loop, kind), {}
+    return Returning(loop, kind), {}
 
 
 def arguments(module: Decoder, start: int, stop: int, past: Any) -> dict[str, Any]:
@@ -254,34 +342,43 @@ def called(module: Decoder, x: Tensor, length: int = LENGTH) -> Any:
 
 def truth(loop: Loop) -> dict[str, object]:
     """What the choices say of the last step."""
-    past, empty = LENGTH - 1, 0
-    way = "concatenated" if loop.store in (*RETURNED, "list") else "paged" if loop.store == "pages" else "in place"
-    if loop.store == "ring":
-        past = 3
-    elif loop.store in ("all slots", "index_copy_", "index_put_"):
-        empty = SLOTS - LENGTH
-    position = None
-    if loop.rotation:
-        dims = loop.head_dim // 4 * 2 if loop.rotation == "partial" else loop.head_dim
-        layout = "half" if loop.rotation in ("half", "partial") else "interleaved"
-        position = "rotary", layout, dims, LENGTH - 1, 0 if loop.late else LENGTH - 1
     return {
         "heads": (HEADS, loop.kv_heads, loop.head_dim),
-        "kind": {"self", *["grouped"] * (loop.kv_heads < HEADS)},
-        "cache": (past, 1, empty, way),
-        "position": position,
+        "kind": {"self", "grouped"} if loop.kv_heads < HEADS else {"self"},
+        "cache": (RING - 1 if loop.store == "ring" else LENGTH - 1, 1, empty_slots(loop), way_of_store(loop)),
+        "position": position_of(loop),
     }
+
+
+def empty_slots(loop: Loop) -> int:
+    """Return how many slots the last step reads that have no token."""
+    return SLOTS - LENGTH if loop.store in ("all slots", "index_copy_", "index_put_") else 0
+
+
+def way_of_store(loop: Loop) -> str:
+    if loop.store in (*RETURNED, "list"):
+        return "concatenated"
+    return "paged" if loop.store == "pages" else "in place"
+
+
+def position_of(loop: Loop) -> tuple[object, ...] | None:
+    """Return kind, layout, rotated features, and the first position of queries and keys in the last step."""
+    if not loop.rotation:
+        return None
+    dims = loop.head_dim // 4 * 2 if loop.rotation == "partial" else loop.head_dim
+    layout = "half" if loop.rotation in ("half", "partial") else "interleaved"
+    return "rotary", layout, dims, LENGTH - 1, 0 if loop.late else LENGTH - 1
 
 
 def said(attention: Any) -> dict[str, object]:
     """What a report says of the same."""
     position, cache = attention.position, attention.cache
+    place = position and (position.kind, position.layout, position.dims, position.query_offset, position.key_offset)
     return {
         "heads": (attention.num_heads, attention.num_kv_heads, attention.head_dim),
         "kind": set(attention.kind),
         "cache": cache and (cache.past, cache.new, cache.empty, cache.way),
-        "position": position
-        and (position.kind, position.layout, position.dims, position.query_offset, position.key_offset),
+        "position": place,
     }
 
 
@@ -295,15 +392,15 @@ def test_decode_loops(try_all: Callable[..., None]) -> None:
         pasts = [0, *range(PROMPT, LENGTH)] if loop.store != "ring" else [0, 3, 3, 3]
         assert [row.past for row in trace.steps] == pasts
         assert trace.decode.verdict != "differs"
-        assert [said(each) for each in trace.attentions] == [truth(loop)] * loop.layers
+        assert [said(attention) for attention in trace.attentions] == [truth(loop)] * loop.layers
         with torch.no_grad(), mha_inspect.recording() as block:
             called(module, x)
-        assert [said(each) for each in block.trace.attentions[-loop.layers :]] == [truth(loop)] * loop.layers
+        assert [said(attention) for attention in block.trace.attentions[-loop.layers :]] == [truth(loop)] * loop.layers
         steps = block.trace.steps
         assert steps is not None
         assert [(row.queries, row.past) for row in steps] == [(row.queries, row.past) for row in trace.steps]
 
-    try_all(check, loops(), 40)
+    try_all(check, loops(), 20)
 
 
 class Faulty(Layer):
@@ -316,28 +413,39 @@ class Faulty(Layer):
         return super().forward(x, past, places)
 
     def turned(self, x: Tensor, places: Tensor) -> Tensor:
-        self.rotated += 1  # the query comes first
-        if self.fault == "query from zero" and self.rotated == 1:
+        self.rotated += 1
+        is_query, is_key = self.rotated == 1, self.rotated == 2
+        if self.fault == "query from zero" and is_query:
             places = places - places[0]
-        if self.fault == "key left alone" and self.rotated == 2:
+        if self.fault == "key left alone" and is_key:
             return x
-        return super().turned(x, places + (self.fault == "key ahead" and self.rotated == 2))
+        if self.fault == "key ahead" and is_key:
+            places = places + 1
+        return super().turned(x, places)
 
-    def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
-        if self.fault == "over the last slot" and int(places[0]) > 0 and self.loop.store not in ("ring", "list"):
-            places, axis = places - 1, {"one tensor": 3, "joined by token": 1}.get(self.loop.store, 2)
-            if past is not None:
-                cut = [each.narrow(axis, 0, int(places[0])) for each in (past if type(past) is tuple else [past])]
-                past = tuple(cut) if type(past) is tuple else cut[0]
-        k, v, past, slots = super().stored(k, v, past, places)
-        return k, v.roll(1, 2) if self.fault == "values late" else v, past, slots
+    def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> Stored:
+        if self.fault == "over the last slot" and places[0] > 0 and self.loop.store not in ("ring", "list"):
+            places = places - 1
+            past = self.without_last(past, int(places[0]))
+        stored = super().stored(k, v, past, places)
+        if self.fault == "values late":
+            return replace(stored, values=stored.values.roll(1, 2))
+        return stored
+
+    def without_last(self, past: Any, count: int) -> Any:
+        """Return a cache with its first tokens only."""
+        axis = TOKEN_AXIS.get(self.loop.store, 2)
+        if isinstance(past, tuple):
+            return tuple(part.narrow(axis, 0, count) for part in past)
+        return None if past is None else past.narrow(axis, 0, count)
 
     def seen(self, apart: Tensor) -> Tensor:
         if self.fault == "aligned top left":
             return torch.ones(apart.shape, dtype=torch.bool).tril()
-        if self.fault == "own key hidden":
-            return super().seen(apart) & (apart != 0)
-        return super().seen(apart) | (self.fault == "slots open")
+        if self.fault == "slots open":
+            return torch.ones(apart.shape, dtype=torch.bool)
+        seen = super().seen(apart)
+        return seen & (apart != 0) if self.fault == "own key hidden" else seen
 
 
 EXPECTED = {
@@ -354,33 +462,60 @@ EXPECTED = {
 """A fault to the checks that find it."""
 
 
-def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None]) -> None:
-    def check(case: tuple[Loop, str, int]) -> None:
-        loop, fault, new = case
-        start = LENGTH - (1 if loop.store == "ring" or fault == "slots open" else new)
-        torch.manual_seed(0)
-        module, _ = decoder_of(loop, Faulty)
-        x = torch.randn(loop.batch, LENGTH, EMBED)
-        with torch.no_grad():
-            past = called(module.eval(), x, start)
-        for layer in module.layers:
-            layer.fault = fault  # type: ignore[assignment]
-        given = arguments(module, start, LENGTH, past)
-        report = mha_inspect.check(module, x[:, start:], intent=mha_inspect.Intent(causal=True), **given)
-        empty = truth(loop)["cache"][2]  # type: ignore[index]
-        absent = (fault == "slots open" and not empty) or (EXPECTED[fault] == ["rotary"] and not loop.rotation)
-        # One pair of features has one cosine at one position, and a matrix for each pair is no table of cosines.
-        unknown = loop.rotation == "matrices" or (loop.rotation == "partial" and start == LENGTH - 1)
-        absent |= fault == "key left alone" and unknown
-        absent |= fault == "over the last slot" and loop.store in ("ring", "list")
-        expected = [] if absent else EXPECTED[fault]
-        # A value in a slot that is masked out has no gradient.
-        found = [finding.check for finding in report.findings if finding.check != "parameters" or not expected]
-        if fault == "over the last slot" and expected:
-            assert found
-            assert {*found} <= {*expected}
-        else:
-            assert found == expected
-        assert fault != "aligned top left" or any("top left" in finding.sentence for finding in report.findings)
+@dataclass(frozen=True)
+class FaultyLoop:
+    loop: Loop
+    fault: str
+    new: int
 
-    try_all(check, st.tuples(loops(), st.sampled_from([*EXPECTED]), st.sampled_from((1, 2))), 120)
+    @property
+    def start(self) -> int:
+        """The first token of the call that goes wrong: a ring overwrites, and an open slot shows behind one token."""
+        return LENGTH - (1 if self.loop.store == "ring" or self.fault == "slots open" else self.new)
+
+    def is_without_effect(self) -> bool:
+        """Return whether the fault changes nothing in this loop, or nothing that can be told."""
+        loop, fault = self.loop, self.fault
+        if fault == "slots open":
+            return not empty_slots(loop)
+        if fault == "over the last slot":
+            return loop.store in ("ring", "list")
+        if EXPECTED[fault] == ["rotary"] and not loop.rotation:
+            return True
+        # One pair of features has one cosine at one position, and a matrix for each pair is no table of cosines.
+        unknown = loop.rotation == "matrices" or (loop.rotation == "partial" and self.start == LENGTH - 1)
+        return fault == "key left alone" and unknown
+
+    def expected(self) -> list[str]:
+        return [] if self.is_without_effect() else EXPECTED[self.fault]
+
+
+def findings_of(case: FaultyLoop) -> list[Any]:
+    """Return what is found in the call of a faulty layer, after right calls filled the cache."""
+    torch.manual_seed(0)
+    module, _ = decoder_of(case.loop, Faulty)
+    x = torch.randn(case.loop.batch, LENGTH, EMBED)
+    with torch.no_grad():
+        past = called(module.eval(), x, case.start)
+    for layer in module.layers:
+        layer.fault = case.fault  # type: ignore[assignment]
+    given = arguments(module, case.start, LENGTH, past)
+    report = mha_inspect.check(module, x[:, case.start :], intent=mha_inspect.Intent(causal=True), **given)
+    return list(report.findings)
+
+
+def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: FaultyLoop) -> None:
+        expected, findings = case.expected(), findings_of(case)
+        # A value in a slot that is masked out has no gradient.
+        checks = [finding.check for finding in findings if finding.check != "parameters" or not expected]
+        if case.fault == "over the last slot" and expected:
+            assert checks
+            assert set(checks) <= set(expected)
+        else:
+            assert checks == expected
+        if case.fault == "aligned top left":
+            assert any("top left" in finding.sentence for finding in findings)
+
+    cases = st.builds(FaultyLoop, loops(), st.sampled_from([*EXPECTED]), st.sampled_from((1, 2)))
+    try_all(check, cases, 60)

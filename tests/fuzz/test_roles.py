@@ -164,22 +164,30 @@ class Made(nn.Module):
             heads[of.normed] = self.norm(heads[of.normed])
         elif of.norm_of == "each head":
             heads[of.normed] = torch.cat([self.norm(head) for head in heads[of.normed].split(1, 2)], 2)
-        q, k, v = heads.values()
-        k, v = self.cached(k, "keys"), self.cached(v, "values")
-        if of.flat:
-            q, k, v = (side.squeeze(2) for side in (q, k, v))
-        else:
-            k, v = (side.repeat_interleave(of.heads // of.kv_heads, 2) for side in (k, v))
-            q, k, v = (side.transpose(1, 2) for side in (q, k, v))
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
-        scores = (q @ k.mT / of.head_dim**0.5).masked_fill(~seen, -torch.inf)
-        context = scores.softmax(-1) @ v
+        context = self.average(heads["q"], self.cached(heads["k"], "keys"), self.cached(heads["v"], "values"))
         if of.gate:
-            gate = getattr(F, of.function)(parts["g"]) if of.function else parts["g"]
-            gate = gate.unflatten(-1, (of.heads, -1))
-            context = context * (gate.squeeze(2) if of.flat else gate.transpose(1, 2))
-        merged = context if of.flat else context.transpose(1, 2).flatten(2)
+            context = context * self.gate(parts["g"])
+        merged = context.flatten(2)
         return self.out(self.norm(merged) if of.norm_of == "output" else merged)
+
+    def average(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return contexts of causal attention; all tensors are `batch token heads head_dim`."""
+        of = self.of
+        if of.flat:
+            return self.softmax(q.squeeze(2), k.squeeze(2), v.squeeze(2))[:, :, None]
+        k, v = (side.repeat_interleave(of.heads // of.kv_heads, 2) for side in (k, v))
+        return self.softmax(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+    def softmax(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        scores = (q @ k.mT / self.of.head_dim**0.5).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the factor of each feature, or of each head: `batch token heads head_dim`."""
+        of = self.of
+        gate = getattr(F, of.function)(x) if of.function else x
+        return gate.unflatten(-1, (of.heads, -1))
 
 
 def dims(stage: Any) -> set[str]:
@@ -188,59 +196,86 @@ def dims(stage: Any) -> set[str]:
 
 
 def rows(of: Choices, side: str) -> dict[int, tuple[int, int]]:
-    """The rows of each head in the matrix of its side."""
+    """The first row of each head in the matrix of its side, and the row behind its last."""
     size = of.width(side) // of.counts[side]
+    sides = list(of.counts)
+    before = sides[: sides.index(side)]
     if of.packed == "by head":
-        widths = [of.width(other) // of.heads for other in of.counts]
-        before = sum(widths[: [*of.counts].index(side)])
-        return {head: (head * sum(widths) + before, head * sum(widths) + before + size) for head in range(of.heads)}
-    start = sum(of.width(other) for other in [*of.counts][: [*of.counts].index(side)]) if of.packed else 0
-    return {head: (start + head * size, start + head * size + size) for head in range(of.counts[side])}
+        step = sum(of.width(packed) // of.heads for packed in sides)
+        start = sum(of.width(packed) // of.heads for packed in before)
+    else:
+        step = size
+        start = sum(of.width(packed) for packed in before) if of.packed else 0
+    firsts = [start + head * step for head in range(of.counts[side])]
+    return {head: (first, first + size) for head, first in enumerate(firsts)}
+
+
+def assert_rows_are_told(of: Choices, found: dict[str, Any]) -> None:
+    """Assert which rows of the projections are said to be whose."""
+    pieces = [(name, piece) for name, row in found.items() for piece in row.heads or ()]
+    for side in of.counts:
+        name = "packed" if of.packed else f"sides.{side}"
+        kinds = {"W": "weight", "b": "bias"} if of.bias else {"W": "weight"}
+        for kind, suffix in kinds.items():
+            parameter, part = f"{name}.{suffix}", f"{kind}_{side}"
+            told = {piece.head: piece.rows for n, piece in pieces if n == parameter and piece.part == part}
+            assert told == rows(of, side), (side, kind, found[parameter].role)
+
+
+def assert_norm_is_told(of: Choices, found: dict[str, Any]) -> None:
+    """Assert what the norm's parameters are said to scale and to be added to."""
+    if of.norm == "":
+        return
+    place = "input of the projection to the output"
+    if of.norm_of != "output":
+        normed = {"q": "queries", "k": "keys", "v": "values"}[of.normed]
+        place = f"{normed} after their projection"
+    weight = found["norm.weight"]
+    assert weight.role.startswith(f"scales the {place}"), weight.role
+    assert weight.axes == axes_of_norm(of)
+    if of.norm != "rms":
+        bias = found["norm.bias"]
+        assert bias.role.startswith(f"added to the {place}"), bias.role
+        assert bias.axes == axes_of_norm(of)
+
+
+def axes_of_norm(of: Choices) -> str:
+    if of.norm_of in ("heads", "each head") and of.counts[of.normed] > 1:
+        return "head_dim"
+    is_of_keys = of.norm_of != "output" and of.normed != "q"
+    return "(kv_heads head_dim)" if is_of_keys and of.kv_heads < of.heads else "(heads head_dim)"
+
+
+def assert_stages_are_told(of: Choices, attention: Any) -> None:
+    stages = {stage.name: stage for stage in attention.stages}
+    features = "(heads head_dim)"
+    features_of_keys = features if of.kv_heads == of.heads else "(kv_heads head_dim)"
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (of.heads, of.kv_heads, of.head_dim)
+    if not of.packed:
+        assert dims(stages["q_proj"]) == {"batch", "query", features}
+        assert dims(stages["k_proj"]) == dims(stages["v_proj"]) == {"batch", "key", features_of_keys}
+    assert dims(stages["q_proj"]) > {"batch", "query"}
+    assert dims(stages["k_proj"]) > {"batch", "key"}, stages["k_proj"].axes
+    assert dims(stages["concat"]) == {"batch", "query", features}
+    word = f"gate ({of.function})" if of.function else "gate"
+    assert (word in stages["concat"].formula) == bool(of.gate), stages["concat"].formula
+    cache = attention.cache
+    assert (cache and (cache.past, cache.new)) == ((of.past, of.length) if of.cache and of.past else None)
 
 
 def test_roles(try_all: Callable[..., None]) -> None:
     def check(of: Choices) -> None:
         torch.manual_seed(0)
         module, x = Made(of).eval(), torch.randn(of.batch, of.length, EMBED)
-        x = x.transpose(0, 1) if of.first == "position" else x
+        if of.first == "position":
+            x = x.transpose(0, 1)
         found = {row.name: row for row in mha_inspect.params(module, x, per_head=True).parameters}
-        pieces = [(name, piece) for name, row in found.items() for piece in row.heads or ()]
-        for side in of.counts:
-            name = "packed" if of.packed else f"sides.{side}"
-            kinds = {"W": "weight", "b": "bias"} if of.bias else {"W": "weight"}
-            for kind, suffix in kinds.items():
-                told = {p.head: p.rows for n, p in pieces if p.part == f"{kind}_{side}" and n == f"{name}.{suffix}"}
-                assert told == rows(of, side), (side, kind, found[f"{name}.{suffix}"].role)
-        of_keys = "heads" if of.kv_heads == of.heads else "kv_heads"
-        made = {"q": "queries", "k": "keys", "v": "values"}[of.normed]
-        end = "input of the projection to the output" if of.norm_of == "output" else f"{made} after their projection"
-        count, word = (of.heads, "heads") if of.norm_of == "output" else (of.counts[of.normed], of_keys)
-        shape = (
-            "head_dim"
-            if of.norm_of in ("heads", "each head") and count > 1
-            else f"({'heads' if of.normed == 'q' else word} head_dim)"
-        )
-        for suffix, verb in (("weight", "scales"), ("bias", "added to")):
-            if of.norm and not (of.norm == "rms" and suffix == "bias"):
-                assert found[f"norm.{suffix}"].role.startswith(f"{verb} the {end}"), found[f"norm.{suffix}"].role
-                assert found[f"norm.{suffix}"].axes == shape
+        assert_rows_are_told(of, found)
+        assert_norm_is_told(of, found)
         assert found["out.weight"].axes == "embed (heads head_dim)"
-
-        trace = mha_inspect.trace(module, x)
-        (attention,) = trace.attentions
-        stages = {stage.name: stage for stage in attention.stages}
-        assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (of.heads, of.kv_heads, of.head_dim)
-        if not of.packed:
-            assert dims(stages["q_proj"]) == {"batch", "query", "(heads head_dim)"}
-            assert dims(stages["k_proj"]) == dims(stages["v_proj"]) == {"batch", "key", f"({of_keys} head_dim)"}
-        assert dims(stages["q_proj"]) > {"batch", "query"}
-        assert dims(stages["k_proj"]) > {"batch", "key"}, stages["k_proj"].axes
-        assert dims(stages["concat"]) == {"batch", "query", "(heads head_dim)"}
-        word = f"gate ({of.function})" if of.function else "gate"
-        assert (word in stages["concat"].formula) == bool(of.gate), stages["concat"].formula
-        cache = attention.cache
-        assert (cache and (cache.past, cache.new)) == ((of.past, of.length) if of.cache and of.past else None)
-        intent = mha_inspect.Intent(causal=True, batch_axis=int(of.first == "position"))
+        (attention,) = mha_inspect.trace(module, x).attentions
+        assert_stages_are_told(of, attention)
+        intent = mha_inspect.Intent(causal=True, batch_axis=1 if of.first == "position" else 0)
         assert mha_inspect.check(module, x, intent=intent).findings == ()
 
-    try_all(check, choices(), 80)
+    try_all(check, choices(), 50)
