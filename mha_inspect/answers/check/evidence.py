@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graph.attention import Attention
 from ...naming.inner_steps import InnerStepsReader
 from ...naming.named_run import NamedRun
 from ...naming.pattern import dims_of
@@ -127,6 +128,13 @@ class Evidence:
     def sights(self) -> tuple[SeenKeys, ...]:
         """The visible keys of each attention."""
         return sights_of(self.run, partial(first_key, self), self.padded)
+
+    def sight_of(self, attention: Attention) -> SeenKeys | None:
+        """Return the visible keys of an attention; None if its weights are unknown."""
+        for sight in self.sights:
+            if sight.attention is attention:
+                return sight
+        return None
 
     @cached_property
     def padded(self) -> Tensor | None:

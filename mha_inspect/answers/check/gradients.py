@@ -90,10 +90,10 @@ def _sides_of(evidence: Evidence, attention: Attention, name: str) -> list[str]:
 
 def _shares_of(evidence: Evidence, attention: Attention) -> Tensor:
     """Return by head whether a query gives weight to several keys; False for an attention without keys to see."""
-    for sight in evidence.sights:
-        if sight.attention is attention:
-            return sight.shares
-    return torch.zeros(1, dtype=torch.bool)
+    sight = evidence.sight_of(attention)
+    if sight is None:
+        return torch.zeros(1, dtype=torch.bool)
+    return sight.shares
 
 
 # -- elements without a gradient --------------------------------------------------------------------------------------
