@@ -386,7 +386,7 @@ def _declared_cache(evidence: Evidence, name: str) -> Cache:
     """Return a cache that takes this argument: an argument of positions says that the module keeps it."""
     parameter = evidence.arguments.parameters.get(name)
     default = None if parameter is None else parameter.default
-    are_positions = counts(evidence.values.get(name, default)) or name in evidence.arguments.positions(unset=True)
+    are_positions = counts(evidence.values.get(name, default)) or name in evidence.arguments.unset_positions()
     return Cache(name, are_positions)
 
 
