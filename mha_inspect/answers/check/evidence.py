@@ -149,13 +149,9 @@ class Evidence:
         if declared is None and not marked:
             return None
         seen = self._seen_without_padding(source)
-        if seen and declared is not None:
-            if not any(_sees_padding(pairs, declared) for pairs in seen):
-                return declared
-        elif seen:
-            for pads in marked:
-                if _leaves_tokens(pads) and all(_hides(pairs, pads) for pairs in seen):
-                    return pads
+        hidden = _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
+        if hidden is not None:
+            return hidden
         for pads in marked:
             if self._is_dropped(pads):
                 return pads
@@ -556,6 +552,23 @@ def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
 def _leaves_tokens(pads: Tensor) -> bool:
     """Return whether the first batch item has a token that is no padding, of `batch position`."""
     return not bool(pads[0].all())
+
+
+def _unseen(pads: Tensor, seen: Sequence[Tensor]) -> Tensor | None:
+    """Return padding, `batch position`, if no other token sees it in any attention; None if it is seen, or unknown."""
+    if not seen or any(_sees_padding(pairs, pads) for pairs in seen):
+        return None
+    return pads
+
+
+def _first_hidden(candidates: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor | None:
+    """Return the first tokens, `batch position`, that every attention hides from all others; None without such."""
+    if not seen:
+        return None
+    for pads in candidates:
+        if _leaves_tokens(pads) and all(_hides(pairs, pads) for pairs in seen):
+            return pads
+    return None
 
 
 def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
