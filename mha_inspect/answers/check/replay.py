@@ -380,7 +380,7 @@ class Factor:
                 reached[start] = rows
         if starts.step == 1 or not _are_alike(reached):
             return reached
-        # A norm over all heads mixes the slices: they are told apart by what leaves the norm as it is.
+        # A norm over all heads mixes the slices: a change that leaves the norm as it is shows them apart.
         return {start: self._moved(token, start, start + starts.step) for start in reached}
 
 
