@@ -313,13 +313,9 @@ def _failed(results: Iterable[object]) -> set[str]:
 
 def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     """Run one check: yield its findings, or that it passed, or why it was skipped."""
-    if evidence.on_meta and not entry.on_meta:
-        yield SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
-        return
-    if evidence.once and entry.runs:
-        spread = needs_ranks(evidence.subject.module, evidence.run.recording)
-        why = ", and the module is spread over ranks" if spread else ""
-        yield SkippedCheck(name, f"needs more than one run{why}", "spread over ranks" if spread else "")
+    skipped = _skipped_at_once(evidence, name, entry)
+    if skipped is not None:
+        yield skipped
         return
     evidence.runner.tick(name)
     passed = True
@@ -329,13 +325,31 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
             passed = passed and not isinstance(result, Finding)
             yield result
     except NotPossibleError as error:
-        raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
-        yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief, error.give)
+        yield _skipped_by(error, name)
         return
     if passed and entry.by_position and "heads" in evidence.failed:
         yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
     elif passed:
         yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
+
+
+def _skipped_at_once(evidence: Evidence, name: str, entry: Check) -> SkippedCheck | None:
+    """Return why a check cannot run at all: it needs numbers, or further runs; None if it can."""
+    if evidence.on_meta and not entry.on_meta:
+        return SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
+    if not evidence.once or not entry.runs:
+        return None
+    if needs_ranks(evidence.subject.module, evidence.run.recording):
+        return SkippedCheck(name, "needs more than one run, and the module is spread over ranks", "spread over ranks")
+    return SkippedCheck(name, "needs more than one run")
+
+
+def _skipped_by(error: NotPossibleError, name: str) -> SkippedCheck:
+    """Return the reason that a check gave while it ran, on one line."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, RaisedError):
+        reason = f"the forward raises when an input is changed: {reason}"
+    return SkippedCheck(name, reason, error.brief, error.give)
 
 
 def _no_attention(evidence: Evidence) -> str:
