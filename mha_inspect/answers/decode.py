@@ -82,7 +82,7 @@ def _trouble(outcome: _Decoded | ForwardError | InputError) -> str:
 
 def _with_positions(loop: _Loop, trouble: str) -> _Decoded | None:
     """Return the loop with the first argument of positions that mends its trouble; None if there is none."""
-    for name in Arguments(loop.subject).positions(unset=True):
+    for name in Arguments(loop.subject).unset_positions():
         outcome = replace(loop, positions=name).outcome()
         if isinstance(outcome, Exception):
             continue

@@ -9,7 +9,8 @@ Where the rows of a packed weight lie group by group, the first of them are quer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from ...naming.parameters import parts_of
 from ...naming.projection import Part
@@ -26,21 +27,29 @@ def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
     """Yield factors that are named for one side and are added to the rows of others, each once."""
     reported: set[str] = set()
     for parts, _ in parts_of(evidence.run):
-        by_name: dict[str, list[Part]] = {}
-        for part in parts:
-            if part.kind == "added factor" and part.heads and not part.is_shared:
-                by_name.setdefault(part.parameter.name, []).append(part)
-        for name, reached in by_name.items():
+        for name, reached in _factors_by_name(parts).items():
             side = _side_in(name)
-            if not side or name in reported or {part.letter for part in reached} <= {side}:
+            if not side or name in reported:
+                continue
+            if all(part.letter == side for part in reached):
                 continue
             reported.add(name)
+            rows = listed(list(map(_rows, reached)))
             yield Finding(
                 "parameters",
-                f"{name} is named for {side}, and is added to {listed(list(map(_rows, reached)))}.",
+                f"{name} is named for {side}, and is added to {rows}.",
                 "Its rows were followed to the heads. A packed weight may have rows by group instead of [q | k | v].",
                 sure=False,
             )
+
+
+def _factors_by_name(parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Return the parts of an attention that are added to projections, by the name of their parameter."""
+    by_name: dict[str, list[Part]] = defaultdict(list)
+    for part in parts:
+        if part.kind == "added factor" and part.heads and not part.is_shared:
+            by_name[part.parameter.name].append(part)
+    return by_name
 
 
 def _side_in(name: str) -> str:
@@ -48,12 +57,15 @@ def _side_in(name: str) -> str:
     said = set()
     for word in re.split(r"[._]", name.casefold()):
         short = _SHORT.fullmatch(word)
-        if word in _LETTERS or short is not None:
-            said.add(_LETTERS.get(word) or (short[1] if short is not None else ""))
+        if word in _LETTERS:
+            said.add(_LETTERS[word])
+        elif short is not None:
+            said.add(short[1])
     return said.pop() if len(said) == 1 else ""
 
 
 def _rows(part: Part) -> str:
     """Return the heads of a side: `W_k of head 0`."""
     heads = sorted(part.heads)
-    return f"W_{part.letter} of head{'' if len(heads) == 1 else 's'} {spans(heads)}"
+    word = "head" if len(heads) == 1 else "heads"
+    return f"W_{part.letter} of {word} {spans(heads)}"

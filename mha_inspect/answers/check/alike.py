@@ -7,7 +7,7 @@ and equal constants, e.g. masks and tables of positions. Parameters may differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ...graph.attention import Attention
 from ...graph.dataflow import made_of
 from ...graph.instances import same_content, without_tensors
 from ...naming.axes import AxisNames
-from ...record.ops import Op, TensorRef
+from ...record.ops import Op, Recording, TensorRef
 from ...running.subject import Run
 
 Kind = tuple[Attention, AxisNames, int]
@@ -23,7 +23,11 @@ Kind = tuple[Attention, AxisNames, int]
 Content = Callable[[TensorRef], Tensor | None]
 """Returns the value of a recorded tensor; None if it was not kept."""
 
-_SOURCES = ("query", "q_proj", "q_heads"), ("key", "k_proj", "k_heads"), ("value", "v_proj", "v_heads")
+_SOURCES = (
+    ("query", "q_proj", "q_heads"),
+    ("key", "k_proj", "k_heads"),
+    ("value", "v_proj", "v_heads"),
+)
 """By side, the stages that may be the first."""
 
 
@@ -34,27 +38,30 @@ def kinds_of(run: Run, content: Content) -> tuple[Kind, ...]:
     groups: dict[object, list[tuple[Attention, AxisNames]]] = defaultdict(list)
     codes = _Codes(run, content)
     for named, instance in zip(run.attentions, run.distinct.instances, strict=True):
-        if instance.place not in by_place:
-            by_place[instance.place] = codes.of(named[0])
-        groups[by_place[instance.place]].append(named)
-    return tuple([(*group[0], len(group)) for group in groups.values()])
+        place = instance.place
+        if place not in by_place:
+            by_place[place] = codes.of(named[0])
+        groups[by_place[place]].append(named)
+    kinds = []
+    for group in groups.values():
+        attention, names = group[0]
+        kinds.append((attention, names, len(group)))
+    return tuple(kinds)
 
 
 class _Codes:
     """Describes the code of attentions of one run: two descriptions are equal if the code is."""
 
     def __init__(self, run: Run, content: Content) -> None:
-        self._run, self._content_of = run, content
+        self._run = run
+        self._content_of = content
         self._contents: dict[object, list[Tensor]] = defaultdict(list)
+        """By layout, the different contents of constants."""
         self._by_tensor: dict[int, object] = {}
+        """By tensor, the number of its content."""
         self._parameters = run.recording.parameter_storages
-        self._writes: dict[int, list[Op]] = defaultdict(list)
-        """By storage, the operations that write into it."""
-        for op in run.recording.ops:
-            if op.kind == "write" and op.outputs:
-                self._writes[op.output.storage].append(op)
-        given = (*run.recording.inputs, *run.recording.buffers)
-        self._caches = {named.tensor.storage for named in given} & self._writes.keys()
+        self._writes = _writes_by_storage(run.recording)
+        self._caches = _given_storages(run.recording) & self._writes.keys()
         """Storages from outside the run that it writes."""
 
     def of(self, attention: Attention) -> object:
@@ -67,13 +74,26 @@ class _Codes:
         for op in ops:
             if not any(tensor.id in derived for tensor in op.inputs):
                 continue  # a constant: its content says what it is
-            read = [described.get(tensor.id) or self._from_outside(op, tensor) for tensor in op.inputs]
-            code.append((op.name, op.source, _arguments(op), tuple(read), tuple(map(_layout, op.outputs))))
-            described.update((tensor.id, (len(code), place)) for place, tensor in enumerate(op.outputs))
-        stages = tuple((stage, described.get(tensor.id)) for stage, tensor in attention.stages.items())
-        return tuple(code), stages, attention.scale, len(attention.masks)
+            code.append(self._described(op, described))
+            for place, tensor in enumerate(op.outputs):
+                described[tensor.id] = (len(code), place)
+        stages = []
+        for stage, tensor in attention.stages.items():
+            stages.append((stage, described.get(tensor.id)))
+        return tuple(code), tuple(stages), attention.scale, len(attention.masks)
 
-    def _ops_to(self, ends: Iterable[TensorRef], sources: dict[int, str]) -> list[Op]:
+    def _described(self, op: Op, described: Mapping[int, object]) -> object:
+        """Return the description of an operation, given those of the tensors before it."""
+        inputs = []
+        for tensor in op.inputs:
+            description = described.get(tensor.id)
+            if description is None:
+                description = self._from_outside(op, tensor)
+            inputs.append(description)
+        outputs = tuple(map(_layout, op.outputs))
+        return op.name, op.source, _arguments(op), tuple(inputs), outputs
+
+    def _ops_to(self, ends: Iterable[TensorRef], sources: Mapping[int, str]) -> list[Op]:
         """Return the operations after the sources were made that the ends are computed by, in order."""
         recording = self._run.recording
         start = max((recording.producers.get(number, -1) for number in sources), default=-1)
@@ -82,13 +102,23 @@ class _Codes:
         while queue:
             tensor = queue.pop()
             op = recording.producer(tensor)
-            if op is None or tensor.id in sources or op.index <= start or op.index in needed:
+            if op is None or tensor.id in sources:
+                continue
+            if op.index <= start or op.index in needed:
                 continue
             needed[op.index] = op
-            queue += op.inputs
-            for read in op.inputs:
-                queue += [write.output for write in self._writes[read.storage] if start < write.index < op.index]
+            for operand in op.inputs:
+                queue.append(operand)
+                queue += self._written_between(operand, start, op.index)
         return [needed[index] for index in sorted(needed)]
+
+    def _written_between(self, tensor: TensorRef, start: int, stop: int) -> list[TensorRef]:
+        """Return what operations between two places of the run write into the memory of a tensor."""
+        written = []
+        for write in self._writes.get(tensor.storage, ()):
+            if start < write.index < stop:
+                written.append(write.output)
+        return written
 
     def _weights_of(self, ops: Iterable[Op]) -> set[int]:
         """Return the ids of the parameters, and of parts of them, that operations read."""
@@ -112,10 +142,9 @@ class _Codes:
 
     def _number(self, tensor: TensorRef) -> object:
         """Return the number of a constant's content, equal for equal content of one layout."""
-        number = self._by_tensor.get(tensor.id)
-        if number is None:
-            number = self._by_tensor[tensor.id] = self._number_of(tensor)
-        return number
+        if tensor.id not in self._by_tensor:
+            self._by_tensor[tensor.id] = self._number_of(tensor)
+        return self._by_tensor[tensor.id]
 
     def _number_of(self, tensor: TensorRef) -> object:
         content = self._content_of(tensor)
@@ -129,21 +158,47 @@ class _Codes:
         return len(alike) - 1
 
 
+def _writes_by_storage(recording: Recording) -> Mapping[int, list[Op]]:
+    """Return for each storage the operations that write into it."""
+    writes: dict[int, list[Op]] = defaultdict(list)
+    for op in recording.ops:
+        if op.kind == "write" and op.outputs:
+            writes[op.output.storage].append(op)
+    return writes
+
+
+def _given_storages(recording: Recording) -> set[int]:
+    """Return the storages of inputs and buffers."""
+    return {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
+
+
 def _sources_of(attention: Attention) -> dict[int, str]:
     """Return the ids of the query, the key and the value, with the sides that they are."""
     sources: dict[int, str] = {}
-    for names in _SOURCES:
-        stage = next((name for name in names if name in attention.stages), None)
-        if stage is not None:
-            number = attention.stages[stage].id
-            sources[number] = f"{sources.get(number, '')} {names[0]}"
+    for stages in _SOURCES:
+        source = _first_stage(attention, stages)
+        if source is not None:
+            sources[source.id] = f"{sources.get(source.id, '')} {stages[0]}"
     return sources
+
+
+def _first_stage(attention: Attention, stages: Iterable[str]) -> TensorRef | None:
+    """Return the first of some stages that an attention has; None if it has none of them."""
+    for stage in stages:
+        if stage in attention.stages:
+            return attention.stages[stage]
+    return None
 
 
 def _ends_of(attention: Attention) -> list[TensorRef]:
     """Return the last tensors of an attention."""
-    stages = [attention.stages[name] for name in ("output", "concat", "context") if name in attention.stages]
-    return [*stages, *(turn.value_product.op.output for turn in attention.turns)]
+    ends = []
+    for stage in ("output", "concat", "context"):
+        if stage in attention.stages:
+            ends.append(attention.stages[stage])
+    for turn in attention.turns:
+        ends.append(turn.value_product.op.output)
+    return ends
 
 
 def _layout(tensor: TensorRef) -> object:
@@ -151,5 +206,8 @@ def _layout(tensor: TensorRef) -> object:
 
 
 def _arguments(op: Op) -> object:
-    named = tuple([(name, without_tensors(value)) for name, value in op.kwargs.items()])
-    return without_tensors(op.args), named
+    """Return the arguments of an operation that are no tensors."""
+    named = []
+    for name, value in op.kwargs.items():
+        named.append((name, without_tensors(value)))
+    return without_tensors(op.args), tuple(named)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
@@ -46,7 +45,7 @@ class Arguments:
         bound = _bound(subject)
         self._signature = bound.signature
         self.parameters: Mapping[str, Parameter] = bound.signature.parameters
-        self._others = next((name for name, p in self.parameters.items() if p.kind is Parameter.VAR_KEYWORD), "")
+        self._others = _name_of_kwargs(self.parameters)
         self.values: dict[str, Any] = dict(bound.arguments)
         self.values |= self.values.pop(self._others, {})
 
@@ -55,17 +54,21 @@ class Arguments:
 
         A forward with `**kwargs` takes any name but one that looks like a typing mistake.
         """
-        typo = not self._others or (name not in self.values and did_you_mean(name, self.parameters))
-        if name not in self.parameters and typo:
-            raise InputError(
-                f"{self._forward} has no argument {shown(name)}. Its arguments: {', '.join(self.parameters) or 'none'}."
-                f"{did_you_mean(name, self.parameters)}"
-            )
+        if name in self.parameters:
+            return
+        meant = did_you_mean(name, self.parameters)
+        is_new_name = name in self.values or not meant
+        if self._others and is_new_name:
+            return
+        names = ", ".join(self.parameters) or "none"
+        raise InputError(f"{self._forward} has no argument {shown(name)}. Its arguments: {names}.{meant}")
 
     def is_missing(self, name: str) -> bool:
         """Return whether an argument that the forward requires is None in the call."""
         parameter = self.parameters.get(name)
-        return parameter is not None and parameter.default is Parameter.empty and self.values.get(name) is None
+        if parameter is None or parameter.default is not Parameter.empty:
+            return False
+        return self.values.get(name) is None
 
     def is_free(self, name: str) -> bool:
         """Return whether an argument is None, in the call or by default."""
@@ -77,10 +80,15 @@ class Arguments:
 
     def call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with changes by name."""
-        values = {**self.values, **changes}
-        given = {name: value for name, value in values.items() if name in self.parameters}
+        given: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, value in {**self.values, **changes}.items():
+            if name in self.parameters:
+                given[name] = value
+            else:
+                others[name] = value
         if self._others:
-            given[self._others] = {name: value for name, value in values.items() if name not in self.parameters}
+            given[self._others] = others
         bound = BoundArguments(self._signature, given)
         return bound.args, bound.kwargs
 
@@ -100,6 +108,19 @@ class Arguments:
         as many items as tokens, masks of `query key` have the same sizes. Positions are advanced: those
         with a usual name, and the argument `positions`. A forward that takes `use_cache` is to return its cache.
         """
+        cut = _Cut(source, start, stop, first)
+        changes = {}
+        for name, value in self._with_positions(source, positions).items():
+            if name == positions or _POSITION.search(name):
+                changes[name] = cut.positions(value)
+            else:
+                changes[name] = cut.part(name, value, is_by_item=name in by_item)
+        if "use_cache" in self.parameters:
+            changes["use_cache"] = True
+        return changes
+
+    def _with_positions(self, source: Source, positions: str | None) -> dict[str, Any]:
+        """Return the arguments of the call with all positions: default numbers, and those of `positions` from 0 on."""
         values: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             is_position = name == positions or _POSITION.search(name) is not None
@@ -109,24 +130,27 @@ class Arguments:
         if positions is not None and values.get(positions) is None:
             numbers = torch.arange(source.length, device=source.value.device)
             values[positions] = numbers[None] if "ids" in positions else numbers
-        advanced = {name for name in values if _POSITION.search(name)} | {positions}
-        changes = {}
-        for name, value in values.items():
-            cut = _advanced if name in advanced else partial(_part, name, is_by_item=name in by_item)
-            changes[name] = cut(value, source, start, stop, first)
-        if "use_cache" in self.parameters:
-            changes["use_cache"] = True
-        return changes
+        return values
 
-    def positions(self, *, unset: bool = False) -> dict[str, Any]:
-        """Return the arguments that are positions by their names and have numbers; with `unset` those that are None."""
+    def positions(self) -> dict[str, Any]:
+        """Return the arguments that are positions by their names and have numbers."""
         positions = {}
-        for name, parameter in self.parameters.items():
-            value = self.values.get(name, parameter.default)
-            is_wanted = value is None if unset else counts(value)
-            if is_wanted and _POSITION.search(name):
+        for name, value in self._named_as_positions().items():
+            if counts(value):
                 positions[name] = value
         return positions
+
+    def unset_positions(self) -> list[str]:
+        """Return the arguments that are positions by their names and are None."""
+        return [name for name, value in self._named_as_positions().items() if value is None]
+
+    def _named_as_positions(self) -> dict[str, Any]:
+        """Return the arguments with a usual name of positions."""
+        named = {}
+        for name, parameter in self.parameters.items():
+            if _POSITION.search(name):
+                named[name] = self.values.get(name, parameter.default)
+        return named
 
     def starts_at_zero(self) -> bool:
         """Return whether an argument says that the first token has position 0."""
@@ -134,12 +158,17 @@ class Arguments:
 
     def from_start(self, source: Source, length: int) -> dict[str, Any]:
         """Return changes for a call without a past: with other tokens, `length` of them, at the first positions."""
-        changes: dict[str, Any] = dict.fromkeys(name for name in CACHES if name in self.values)
+        changes: dict[str, Any] = {}
+        for name in CACHES:
+            if name in self.values:
+                changes[name] = None
         for name, value in self.positions().items():
             changes[name] = _first_positions(value, source.length, length)
         axis = source.positions or 0
-        tokens = torch.cat([source.value] * (length // source.length + 1), axis).narrow(axis, 0, length)
-        changes |= Source(source.names, tokens, source.batch, axis).others(slice(0, length), row=slice(None))
+        repeats = length // source.length + 1
+        tokens = torch.cat([source.value] * repeats, axis).narrow(axis, 0, length)
+        longer = Source(source.names, tokens, source.batch, axis)
+        changes |= longer.others(slice(0, length), row=slice(None))
         return changes
 
     def uncut(self, source: Source) -> list[str]:
@@ -154,10 +183,19 @@ class Arguments:
         return names
 
 
+def _name_of_kwargs(parameters: Mapping[str, Parameter]) -> str:
+    """Return the name of `**kwargs`; empty if the forward has none."""
+    for name, parameter in parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            return name
+    return ""
+
+
 def counts(value: Any) -> bool:
     """Return whether a value is a whole number or a tensor of whole numbers."""
-    is_number = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return type(value) is int or (is_number and value.dtype != torch.bool)
+    if not isinstance(value, Tensor):
+        return type(value) is int
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _bound(subject: Subject) -> BoundArguments:
@@ -165,31 +203,45 @@ def _bound(subject: Subject) -> BoundArguments:
     args, kwargs = subject.args, subject.kwargs
     try:
         bound = inspect.signature(subject.module.forward).bind(*args, **kwargs)
-        if not any(bound.signature.parameters[name].kind is Parameter.VAR_POSITIONAL for name in bound.arguments):
-            return bound
     except (TypeError, ValueError):
-        pass
-    places = [Parameter(f"input_{place}", Parameter.POSITIONAL_ONLY) for place in range(len(args))]
-    return Signature([*places, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)]).bind(*args, **kwargs)
+        return _by_place(args, kwargs)
+    parameters = bound.signature.parameters
+    for name in bound.arguments:
+        if parameters[name].kind is Parameter.VAR_POSITIONAL:
+            return _by_place(args, kwargs)
+    return bound
+
+
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
+    """Return arguments that are named by their places, `input_0`, and those by keyword after them."""
+    parameters = []
+    for place in range(len(args)):
+        parameters.append(Parameter(f"input_{place}", Parameter.POSITIONAL_ONLY))
+    for name in kwargs:
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
+    return Signature(parameters).bind(*args, **kwargs)
 
 
 def require_apart(subject: Subject) -> None:
     """Raise `TypeError` if an argument of the call belongs into `Intent`: the forward does not take it."""
-    stray = {name: value for name, value in subject.kwargs.items() if name in _DECLARED and _is_declared(value)}
+    stray: dict[str, Any] = {}
+    for name, value in subject.kwargs.items():
+        if name in _DECLARED and _is_declared(value):
+            stray[name] = value
     if not stray:
         return
     try:
         taken = inspect.signature(subject.module.forward).parameters
     except (TypeError, ValueError):  # a forward of C has no signature
         return
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values()):
+    if _name_of_kwargs(taken):
         return
     declared = {name: value for name, value in stray.items() if name not in taken}
     if declared:
+        names = " and no ".join(declared)
         written = ", ".join(_written(name, value) for name, value in declared.items())
         raise TypeError(
-            f"{type(subject.module).__name__}.forward takes no {' and no '.join(declared)}: "
-            f"use intent=mha_inspect.Intent({written})."
+            f"{type(subject.module).__name__}.forward takes no {names}: use intent=mha_inspect.Intent({written})."
         )
 
 
@@ -200,7 +252,9 @@ def _is_declared(value: object) -> bool:
 
 def _written(name: str, value: object) -> str:
     """Return a field as it is written in Python, `padding='mask'`; of a module its class."""
-    return f"{name}={type(value).__name__ if isinstance(value, nn.Module) else repr(value)}"
+    if isinstance(value, nn.Module):
+        return f"{name}={type(value).__name__}"
+    return f"{name}={value!r}"
 
 
 class Source:
@@ -210,15 +264,22 @@ class Source:
     """
 
     def __init__(self, names: tuple[str, ...], value: Tensor, batch: int | None, positions: int | None) -> None:
-        self.names, self.value, self.batch, self.positions = names, value, batch, positions
+        self.names = names
+        self.value = value
+        self.batch = batch
+        self.positions = positions
         self.length = 1 if positions is None else value.shape[positions]
         self.rows = 1 if batch is None else value.shape[batch]
         self.axes = [axis for axis in (batch, positions) if axis is not None]
 
     def at(self, row: int | slice, position: int | slice) -> tuple[Any, ...]:
         """Return the index of one token or a slice of tokens."""
-        index = {self.batch: row, self.positions: position}
-        return tuple(index.get(axis, slice(None)) for axis in range(self.value.dim()))
+        index: list[Any] = [slice(None)] * self.value.dim()
+        if self.batch is not None:
+            index[self.batch] = row
+        if self.positions is not None:
+            index[self.positions] = position
+        return tuple(index)
 
     def others(self, position: int | slice, *, by: float = 2.0, row: int | slice = 0) -> dict[str, Tensor]:
         """Return the arguments with other tokens in some batch items: random numbers of equal spread, or other ids.
@@ -226,8 +287,7 @@ class Source:
         An image gets another corner.
         """
         value = self.value.detach()
-        corner = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
-        index = corner if self.positions is None else self.at(row, position)
+        index = self._corner() if self.positions is None else self.at(row, position)
         changed = value.clone()
         if value.is_floating_point():
             spread = float(value.float().std()) or 1.0
@@ -235,6 +295,11 @@ class Source:
         else:
             changed[index] = _exchanged_ids(value[index], torch.unique(value))
         return dict.fromkeys(self.names, changed)
+
+    def _corner(self) -> tuple[Any, ...]:
+        """Return the index of a corner of an image, `batch channels height width`, or of fewer dimensions."""
+        corner = (0, slice(None), slice(0, 2), slice(0, 2))
+        return corner[: self.value.dim()]
 
 
 def _random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
@@ -267,13 +332,13 @@ def sources_of(
     """
     groups: list[_Group] = []
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    flat = [value.dim() for value in tensors.values()][:1] == [2]
+    first_is_flat = bool(tensors) and next(iter(tensors.values())).dim() == 2
     for name, value in tensors.items():
         if name in (intent.padding, intent.cache):
             continue
-        if not _has_tokens(name, value, first=not groups, flat=flat, is_embedded=name in embedded):
+        if not _has_tokens(name, value, first=not groups, flat=first_is_flat, is_embedded=name in embedded):
             continue
-        group = next((group for group in groups if group.has(value)), None)
+        group = _group_with(groups, value)
         if group is None:
             groups.append(_Group(value, [name]))
         else:
@@ -295,6 +360,14 @@ class _Group:
     def has(self, value: Tensor) -> bool:
         """Return whether a tensor has the same tokens."""
         return self.value.shape == value.shape and torch.equal(self.value, value)
+
+
+def _group_with(groups: Sequence[_Group], value: Tensor) -> _Group | None:
+    """Return the first group with the same tokens; None without one."""
+    for group in groups:
+        if group.has(value):
+            return group
+    return None
 
 
 def _axes_of(
@@ -325,81 +398,118 @@ def _first_positions(value: Any, before: int, length: int) -> Any:
     return value * 0
 
 
-def _advanced(value: Any, source: Source, start: int, stop: int, first: int) -> Any:
-    """Return positions from `start` to `stop`, given those of all tokens, or that of the first; None stays None."""
-    if isinstance(value, Tensor) and value.shape[-1:] == (source.length,):
-        return value.narrow(-1, start, stop - start)
-    return value + start - first if isinstance(value, Tensor) or type(value) is int else value
-
-
 def masks_by_item(run: NamedRun) -> frozenset[str]:
     """Return the names of the inputs of a run that are `batch key`, by what its dataflow does with them."""
     names = set[str]()
     for named in run.recording.inputs:
-        if len(named.tensor.shape) == 2 and any(axes.of(named.tensor) == "batch key" for _, axes in run.attentions):
+        if len(named.tensor.shape) != 2:
+            continue
+        if any(axes.of(named.tensor) == "batch key" for _, axes in run.attentions):
             names.add(named.name)
     return frozenset(names)
 
 
-def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int, *, is_by_item: bool = False) -> Any:
-    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys from `first` on."""
-    is_rotation = _ROTATION.search(name) is not None
-    if is_rotation and isinstance(value, (tuple, list)):
-        return type(value)(_part(name, table, source, start, stop, first) for table in value)
-    if not isinstance(value, Tensor):
-        return value
-    if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
-        return value[source.at(slice(None), slice(start, stop))]
-    if "mask" in name or value.dtype == torch.bool or is_by_item:
-        is_by_key = is_by_item and value.dim() == 2
-        return _part_of_mask(value, source.length, slice(start, stop), first, has_queries=not is_by_key)
-    return _rows_of_table(value, source.length, start, stop) if is_rotation else value
+@dataclass(frozen=True)
+class _Cut:
+    """The cut of arguments to the tokens of a call that continues: from `start` to `stop`."""
 
+    source: Source
+    start: int
+    stop: int
+    first: int
+    """The first key of the masks."""
 
-def _part_of_mask(mask: Tensor, length: int, queries: slice, first: int, *, has_queries: bool) -> Tensor:
-    """Return a mask for some queries and the keys from `first` to the last of these queries: `... query key`.
+    def positions(self, value: Any) -> Any:
+        """Return the positions of these tokens, given those of all tokens, or that of the first; None stays None."""
+        if isinstance(value, Tensor):
+            if value.shape[-1:] == (self.source.length,):
+                return value.narrow(-1, self.start, self.stop - self.start)
+        elif type(value) is not int:
+            return value
+        return value + self.start - self.first
 
-    Dimensions of other sizes than the number of tokens stay whole.
-    """
-    if has_queries and mask.dim() > 1 and mask.shape[-2] == length:
-        mask = mask[..., queries, :]
-    return mask[..., first : queries.stop] if mask.shape[-1:] == (length,) else mask
+    def part(self, name: str, value: Any, *, is_by_item: bool = False) -> Any:
+        """Return the part of an argument for these tokens; of a mask also the keys before them."""
+        is_rotation = _ROTATION.search(name) is not None
+        if is_rotation and isinstance(value, (tuple, list)):
+            return type(value)(self.part(name, table) for table in value)
+        if not isinstance(value, Tensor):
+            return value
+        if self._is_of_tokens(name, value):
+            return value[self.source.at(slice(None), slice(self.start, self.stop))]
+        if is_by_item and value.dim() == 2:
+            return self._keys_of(value)
+        if is_by_item or "mask" in name or value.dtype == torch.bool:
+            return self._keys_of(self._queries_of(value))
+        return self._rows_of_table(value) if is_rotation else value
 
+    def _is_of_tokens(self, name: str, value: Tensor) -> bool:
+        """Return whether an argument has the tokens, or a type for each of them."""
+        if name in self.source.names:
+            return True
+        return "type_ids" in name and value.shape == self.source.value.shape
 
-def _rows_of_table(table: Tensor, length: int, start: int, stop: int) -> Tensor:
-    """Return some rows of a table of rotations, `... position features`; the whole table if it has none for tokens."""
-    for axis in reversed(range(table.dim() - 1)):
-        if table.shape[axis] == length:
-            return table.narrow(axis, start, stop - start)
-    return table
+    def _queries_of(self, mask: Tensor) -> Tensor:
+        """Return a mask of `... query key` for the tokens; the whole mask if it has other queries."""
+        if mask.dim() > 1 and mask.shape[-2] == self.source.length:
+            return mask[..., self.start : self.stop, :]
+        return mask
+
+    def _keys_of(self, mask: Tensor) -> Tensor:
+        """Return a mask of `... key` up to the last of the tokens; the whole mask if it has other keys."""
+        if mask.shape[-1:] == (self.source.length,):
+            return mask[..., self.first : self.stop]
+        return mask
+
+    def _rows_of_table(self, table: Tensor) -> Tensor:
+        """Return the rows of a table of rotations, `... position features`; the whole table if it has other rows."""
+        for axis in reversed(range(table.dim() - 1)):
+            if table.shape[axis] == self.source.length:
+                return table.narrow(axis, self.start, self.stop - self.start)
+        return table
 
 
 def second_output(returned: Any) -> Any:
     """Return the second output of a forward, its cache; None without one."""
     for name in ("past_key_values", "past_key_value", "cache"):
-        if getattr(returned, name, None) is not None:
-            return getattr(returned, name)
+        cache = getattr(returned, name, None)
+        if cache is not None:
+            return cache
     for value in _further_outputs(returned):
-        # Without use_cache a layer may return None in place of its keys and values.
-        is_blank = isinstance(value, (tuple, list)) and all(part is None for part in value)
-        if value is not None and not is_blank:
+        if value is not None and not _is_blank(value):
             return value
     return None
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether None stands in the place of keys and values, as in a layer without `use_cache`."""
+    return isinstance(value, (tuple, list)) and all(part is None for part in value)
 
 
 def _further_outputs(returned: Any) -> list[Any]:
     """Return the outputs after the first; of a dict, those whose names are not of other things than a cache."""
     if isinstance(returned, dict):
-        return [value for name, value in list(returned.items())[1:] if not _NOT_CACHE.search(name)]
-    return list(returned[1:]) if isinstance(returned, (tuple, list)) else []
+        further = list(returned.items())[1:]
+        return [value for name, value in further if not _NOT_CACHE.search(name)]
+    if isinstance(returned, (tuple, list)):
+        return list(returned[1:])
+    return []
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool, is_embedded: bool) -> bool:
-    if _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
+    """Return whether an argument has tokens, by its name and its sizes.
+
+    `first` says whether no argument before it has, and `flat` whether the first tensor of the call is a matrix.
+    """
+    if _NO_SOURCE.search(name) or value.dim() < 2:
+        return False
+    if value.dtype == torch.bool or value.is_complex():
         return False
     if value.is_floating_point():
         return value.dim() > 2 or first or flat
-    return not value.is_complex() and value.dim() == 2 and (first or "id" in name or is_embedded)
+    if value.dim() != 2:
+        return False
+    return first or "id" in name or is_embedded
 
 
 def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:
@@ -408,8 +518,21 @@ def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -
         return intent.batch_axis, True
     if subject.batch_first is not None:
         return int(not subject.batch_first), True
-    if (said := said_batch_first(subject.module)) is not None:  # of other modules it may be the layout inside
-        return int(not said), type(subject.module).__module__.startswith("torch.nn.")
-    if (in_words := batch_axis_in_words(subject.module, values)) is not None:
+    said = said_batch_first(subject.module)
+    if said is not None:
+        # Of other modules it may be the layout inside.
+        is_of_torch = type(subject.module).__module__.startswith("torch.nn.")
+        return int(not said), is_of_torch
+    in_words = batch_axis_in_words(subject.module, values)
+    if in_words is not None:
         return in_words[0], True
-    return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())
+    return 0, _has_matrix_of_ids(values)
+
+
+def _has_matrix_of_ids(values: Mapping[str, Any]) -> bool:
+    """Return whether an argument is a matrix that is named as ids: `input_ids`."""
+    for name, value in values.items():
+        is_matrix = isinstance(value, Tensor) and value.dim() == 2
+        if is_matrix and "ids" in name:
+            return True
+    return False

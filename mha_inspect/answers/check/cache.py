@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,9 +103,7 @@ def _of_difference(loop: Loop, ways: Mapping[str, list[int]], changed: Mapping[s
     differing = [way for way, positions in wrong.items() if positions]
     first = differing[0]
     position = wrong[first][0]
-    continued = loop.call_with(ways[first], position)
-    reason = None if continued is None else reason_of(continued)
-    reason = reason or Reason("", source=evidence.mask_line)
+    reason = _reason_at(loop, ways[first], position)
     return Finding(
         "cache",
         f"Calls with the cache ({', '.join(differing)}) differ from one call by {float(changed[first].max()):.3g}, "
@@ -116,6 +113,18 @@ def _of_difference(loop: Loop, ways: Mapping[str, list[int]], changed: Mapping[s
         module=reason.module,
         fix=reason.fix,
     )
+
+
+def _reason_at(loop: Loop, places: list[int], position: int) -> Reason:
+    """Return why the call that makes an output gives another one; one without words if the recording does not show it.
+
+    `places` are where the calls begin and end.
+    """
+    unknown = Reason("", source=loop.evidence.mask_line)
+    continued = loop.call_with(places, position)
+    if continued is None:
+        return unknown
+    return reason_of(continued) or unknown
 
 
 def _counted(wrong: Mapping[str, list[int]], length: int) -> str:
@@ -137,7 +146,8 @@ def _ways_to_try(evidence: Evidence, memory: Cache) -> dict[str, list[int]]:
     A ring of slots in a module may take several tokens in the first call alone.
     """
     ways = _ways(evidence)
-    if not memory.in_module or _takes_chunks(evidence, memory.name, ways[_CHUNKS][1]):
+    half = ways[_CHUNKS][1]
+    if not memory.in_module or _takes_chunks(evidence, memory.name, half):
         return ways
     if evidence.intent.cache is None:
         raise UndeclaredError("--cache NAME")
@@ -147,11 +157,21 @@ def _ways_to_try(evidence: Evidence, memory: Cache) -> dict[str, list[int]]:
 def _ways(evidence: Evidence) -> dict[str, list[int]]:
     """Return where the calls of a loop begin and end, for each way to make them."""
     length = evidence.source.length
-    # Padding on the left belongs to the first call: no loop continues with it.
-    pads = 0 if evidence.padded is None else int(evidence.padded.long().cumprod(1).sum(1).max())
-    half = _between(length // 2, pads + 1, length - 2)
-    single = _between(length - 3 if length > 16 else 1, pads + 1, length - 2)
-    return {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
+    least = _padding_at_start(evidence) + 1
+    half = _between(length // 2, least, length - 2)
+    single = _between(length - 3 if length > 16 else 1, least, length - 2)
+    return {
+        _CHUNKS: [0, half, length - 1, length],
+        _SINGLES: [0, *range(single, length + 1)],
+    }
+
+
+def _padding_at_start(evidence: Evidence) -> int:
+    """Return the largest number of padding tokens at the start: they belong to the first call of a loop."""
+    if evidence.padded is None:
+        return 0
+    from_start = evidence.padded.long().cumprod(1)  # batch position: 1 until the first real token
+    return int(from_start.sum(1).max())
 
 
 def _between(place: int, least: int, most: int) -> int:
@@ -278,19 +298,20 @@ def _is_no_cache(error: RaisedError) -> bool:
 
 def _of_mask(cut: Loop, way: str, error: RaisedError, *, runs_cut: bool, sure: bool) -> Finding:
     """Return the fault of a call that raises with a mask of all tokens; `cut` cuts it to the keys of each call."""
-    evidence, name, ways = cut.evidence, cut.mask, _ways(cut.evidence)
+    evidence, name = cut.evidence, cut.mask
+    ways = _ways(evidence)
     start, stop, changes = replace(cut, given="all").failing(ways[way])
     keys = cut.keys_of(start, stop, changes) if runs_cut else None
     failure = _failure_of(evidence, changes)
     fix = _fix_of(failure)
-    what = str(error)
+    cause = str(error)
     if keys is not None:
-        what = f"{keys} keys, mask of {stop}"
+        cause = f"{keys} keys, mask of {stop}"
         if cut.is_equal(ways.values()):
             fix = f"Cut the mask to the keys of the call: {name}[{_last_keys(changes[name])}]."
     return Finding(
         "cache",
-        f"The forward raises when it continues from its cache with {name} of all tokens ({way}): {what}.",
+        f"The forward raises when it continues from its cache with {name} of all tokens ({way}): {cause}.",
         f"The call has {plural(stop - start, 'token')} after {start} that are cached. {error}.",
         sure=sure,
         source="" if failure is None else failure.source,
@@ -325,7 +346,9 @@ def _failure_of(evidence: Evidence, changes: Mapping[str, Any]) -> Failure | Non
     with subject.settings():
         before = subject.state()
         run = run_and_record(subject.module, subject.args, subject.kwargs)
-        error = None if run.error is None else forward_error(subject, run, Show(), before)
+        if run.error is None:
+            return None
+        error = forward_error(subject, run, Show(), before)
     return error.trace.failure if isinstance(error, ForwardError) else None
 
 
@@ -338,13 +361,24 @@ def _from_start(evidence: Evidence) -> Evidence | None:
     It shows what this call alone does not: whether the keys of earlier calls are still there.
     """
     arguments, source = evidence.arguments, evidence.source
-    places = [*arguments.positions(), *(name for name in CACHES if evidence.values.get(name) is not None)]
-    if not places or not evidence.follows or not _continues_another(evidence, {*places, *source.names}):
+    names = _names_of_past(evidence)
+    if not names or not evidence.follows:
+        return None
+    if not _continues_another(evidence, names.union(source.names)):
         return None
     evidence.require_passed("rotary")
     with suppress(RaisedError):
         return evidence.with_arguments(arguments.from_start(source, max(source.length, _FEW)))
     return None
+
+
+def _names_of_past(evidence: Evidence) -> set[str]:
+    """Return the arguments of the call that are positions or caches."""
+    names = set(evidence.arguments.positions())
+    for name in CACHES:
+        if evidence.values.get(name) is not None:
+            names.add(name)
+    return names
 
 
 def _continues_another(evidence: Evidence, names: set[str]) -> bool:
@@ -384,16 +418,17 @@ def _cache_of(evidence: Evidence) -> Cache:
 
 def _declared_cache(evidence: Evidence, name: str) -> Cache:
     """Return a cache that takes this argument: an argument of positions says that the module keeps it."""
-    parameter = evidence.arguments.parameters.get(name)
+    arguments = evidence.arguments
+    parameter = arguments.parameters.get(name)
     default = None if parameter is None else parameter.default
-    are_positions = counts(evidence.values.get(name, default)) or name in evidence.arguments.positions(unset=True)
-    return Cache(name, are_positions)
+    value = evidence.values.get(name, default)
+    return Cache(name, in_module=counts(value) or name in arguments.unset_positions())
 
 
 def _usual_cache(evidence: Evidence) -> Cache | None:
     """Return the cache of a causal module: an argument with a usual name that is not given; else one in the module."""
     sights = _continued_sights(evidence)
-    if not sights or not all(sight.is_causal and not sight.almost_causal for sight in sights):
+    if not sights or not all(_is_plainly_causal(sight) for sight in sights):
         return None
     is_whole = all(sight.queries == sight.keys for sight in sights)
     name = _usual_argument(evidence)
@@ -401,6 +436,11 @@ def _usual_cache(evidence: Evidence) -> Cache | None:
         return Cache(name, in_module=False)
     positions = list(evidence.arguments.positions())
     return Cache(positions[0], in_module=True) if positions else None
+
+
+def _is_plainly_causal(sight: SeenKeys) -> bool:
+    """Return whether a mask is causal, and not one of its usual mistakes."""
+    return sight.is_causal and not sight.almost_causal
 
 
 def _usual_argument(evidence: Evidence) -> str | None:
@@ -412,16 +452,24 @@ def _usual_argument(evidence: Evidence) -> str | None:
 
 
 def _may_return_cache(evidence: Evidence) -> bool:
-    return second_output(evidence.run.returned) is not None or "use_cache" in evidence.arguments.parameters
+    """Return whether the forward returns a second output, or takes an argument that asks for a cache."""
+    if "use_cache" in evidence.arguments.parameters:
+        return True
+    return second_output(evidence.run.returned) is not None
 
 
 def _continued_sights(evidence: Evidence) -> list[SeenKeys]:
     """Return the attentions with keys of the tokens of the call; those over an encoder's keys continue from no call."""
-    graph, source = evidence.run.graph, evidence.source
-    tokens = {named.tensor.id for named in evidence.run.recording.inputs if named.name in source.names}
+    recording, names = evidence.run.recording, evidence.source.names
+    tokens = {named.tensor.id for named in recording.inputs if named.name in names}
     if not tokens:
         return list(evidence.sights)
-    return [sight for sight in evidence.sights if tokens & graph.inputs_of(factors_of(sight.attention)["key"])]
+    continued = []
+    for sight in evidence.sights:
+        keys = factors_of(sight.attention)["key"]
+        if tokens & evidence.run.graph.inputs_of(keys):
+            continued.append(sight)
+    return continued
 
 
 def _takes_chunks(evidence: Evidence, name: str, half: int) -> bool:
@@ -430,15 +478,16 @@ def _takes_chunks(evidence: Evidence, name: str, half: int) -> bool:
     A ring of slots may take several tokens in the first call alone.
     """
     source = evidence.source
-    first, later = [
-        evidence.piece(source, start, stop, positions=name) for start, stop in pairwise((0, half, source.length))
-    ]
-    others = source.others(slice(0, half), row=slice(None))
+    first = evidence.piece(source, 0, half, positions=name)
+    later = evidence.piece(source, half, source.length, positions=name)
     tokens = source.at(slice(None), slice(0, half))
+    others = {}
+    for argument, value in source.others(slice(0, half), row=slice(None)).items():
+        others[argument] = value[tokens]
     with suppress(RaisedError):
         after_first = _output_after(evidence, first, later)
-        first.update((argument, value[tokens]) for argument, value in others.items())
-        return evidence.apart(after_first, _output_after(evidence, first, later)) > 0
+        after_others = _output_after(evidence, {**first, **others}, later)
+        return evidence.apart(after_first, after_others) > 0
     return True
 
 

@@ -168,7 +168,7 @@ class Loop:
     def _ways_to_advance(self) -> list[str | None]:
         """Return the further argument to advance, one a try; None for no further one."""
         first = (self.memory.name or None) if self.memory.in_module else None
-        unset = self.evidence.arguments.positions(unset=True)
+        unset = self.evidence.arguments.unset_positions()
         return [first, *(name for name in unset if name != self.memory.name)]
 
 

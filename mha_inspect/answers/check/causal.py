@@ -249,7 +249,8 @@ def _rows_of_last_token(evidence: Evidence, attention: Attention, names: AxisNam
     for side in SIDES:
         try:
             factor = Factor(evidence, attention, names, side, from_first=True)
-            changed = {row for _, row in factor.changed(factor.token(prod(factor.tokens) - 1))}
+            last = factor.token(prod(factor.tokens) - 1)
+            changed = factor.rows_of(last)
         except LostError:
             return None
         # With a single key head, the queries of all heads are rows of one product.

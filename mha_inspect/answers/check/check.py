@@ -50,6 +50,8 @@ from .split_heads import heads
 from .window import window
 from .written_inputs import inputs
 
+_Result = Finding | PassedCheck | SkippedCheck
+
 
 @dataclass(frozen=True)
 class Check:
@@ -158,38 +160,71 @@ def check(
     if isinstance(subject.module, nn.parallel.DistributedDataParallel):
         subject = replace(subject, module=subject.module.module)  # a forward alone needs no other rank
     runner = Runner(subject, tick)
-    for argument in filter(None, (intent.padding, intent.cache)):
-        Arguments(subject).require(argument)
-    results: list[Finding | PassedCheck | SkippedCheck] = []
+    for argument in (intent.padding, intent.cache):
+        if argument:
+            Arguments(subject).require(argument)
     with runner.changed_by(nn.Module.eval):
         evidence = evidence_of(runner, runner.subject, intent, once=False)
-        if not evidence.run.attentions:
-            results += lone_softmaxes(evidence)
-            if not results:
-                raise InputError(_no_attention(evidence))
-            results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
-            names = ()
-        for name in names:
-            results_of_check = list(_results(evidence, name, _CHECKS[name]))
-            # A check may report a fault of another one, which may have reported it already.
-            results += [r for r in results_of_check if r.check == name or r.check not in evidence.failed]
-            evidence.failed.update(_failed(results_of_check))
+        results = _results_of_all(evidence, names)
         facts = tuple(_facts(evidence))
-    failed, order = _failed(results), list(CHECKS)
+    failed = _failed(results)
     if not failed:
         _require_declared(intent, results)
-    findings = [_with_way(result) for result in results if isinstance(result, Finding)]
+    findings: list[Finding] = []
+    passed: list[PassedCheck] = []
+    skipped: list[SkippedCheck] = []
+    for result in results:
+        if isinstance(result, Finding):
+            findings.append(_with_way(result))
+        elif isinstance(result, SkippedCheck):
+            skipped.append(result)
+        elif result.check not in failed:
+            passed.append(result)
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
         intent=intent.declared(),
-        findings=tuple(sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))),
+        findings=tuple(_sure_first(findings)),
         facts=facts,
-        held=tuple(r for r in results if isinstance(r, PassedCheck) and r.check not in failed),
-        left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
+        held=tuple(passed),
+        left_out=tuple(skipped),
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),
     )
+
+
+def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
+    """Return the results of these checks in order, a fault that several report once."""
+    if not evidence.run.attentions:
+        return _of_lone_softmaxes(evidence, names)
+    results: list[_Result] = []
+    for name in names:
+        results_of_check = list(_results(evidence, name, _CHECKS[name]))
+        for result in results_of_check:
+            # A check may report a fault of another one, which may have reported it already.
+            if result.check == name or result.check not in evidence.failed:
+                results.append(result)
+        evidence.failed.update(_failed(results_of_check))
+    return results
+
+
+def _of_lone_softmaxes(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
+    """Return the faults of softmaxes without an attention, and every check as skipped.
+
+    Raises `InputError` if there is no such fault.
+    """
+    results: list[_Result] = list(lone_softmaxes(evidence))
+    if not results:
+        raise InputError(_no_attention(evidence))
+    for name in names:
+        results.append(SkippedCheck(name, "no attention found around this softmax"))
+    return results
+
+
+def _sure_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order of the checks, the sure ones first."""
+    order = list(CHECKS)
+    return sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))
 
 
 def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
@@ -230,9 +265,7 @@ def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
     findings += _drops_in_eval(evidence)
     with suppress(NotPossibleError):  # without tokens, there is no newest one
         findings += without_newest(evidence)
-    order = list(CHECKS)
-    findings.sort(key=lambda finding: (not finding.sure, order.index(finding.check)))
-    return findings
+    return _sure_first(findings)
 
 
 def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
@@ -278,15 +311,11 @@ def _failed(results: Iterable[object]) -> set[str]:
     return {result.check for result in results if isinstance(result, Finding) and result.sure}
 
 
-def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | PassedCheck | SkippedCheck]:
+def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     """Run one check: yield its findings, or that it passed, or why it was skipped."""
-    if evidence.on_meta and not entry.on_meta:
-        yield SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
-        return
-    if evidence.once and entry.runs:
-        spread = needs_ranks(evidence.subject.module, evidence.run.recording)
-        why = ", and the module is spread over ranks" if spread else ""
-        yield SkippedCheck(name, f"needs more than one run{why}", "spread over ranks" if spread else "")
+    skipped = _skipped_at_once(evidence, name, entry)
+    if skipped is not None:
+        yield skipped
         return
     evidence.runner.tick(name)
     passed = True
@@ -296,13 +325,31 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | 
             passed = passed and not isinstance(result, Finding)
             yield result
     except NotPossibleError as error:
-        raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
-        yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief, error.give)
+        yield _skipped_by(error, name)
         return
     if passed and entry.by_position and "heads" in evidence.failed:
         yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
     elif passed:
         yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
+
+
+def _skipped_at_once(evidence: Evidence, name: str, entry: Check) -> SkippedCheck | None:
+    """Return why a check cannot run at all: it needs numbers, or further runs; None if it can."""
+    if evidence.on_meta and not entry.on_meta:
+        return SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
+    if not evidence.once or not entry.runs:
+        return None
+    if needs_ranks(evidence.subject.module, evidence.run.recording):
+        return SkippedCheck(name, "needs more than one run, and the module is spread over ranks", "spread over ranks")
+    return SkippedCheck(name, "needs more than one run")
+
+
+def _skipped_by(error: NotPossibleError, name: str) -> SkippedCheck:
+    """Return the reason that a check gave while it ran, on one line."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, RaisedError):
+        reason = f"the forward raises when an input is changed: {reason}"
+    return SkippedCheck(name, reason, error.brief, error.give)
 
 
 def _no_attention(evidence: Evidence) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graph.attention import Attention
 from ...naming.inner_steps import InnerStepsReader
 from ...naming.named_run import NamedRun
 from ...naming.pattern import dims_of
@@ -60,7 +61,9 @@ class Runner:
 
     def __init__(self, subject: Subject, tick: Callable[[str], None], state: State | None = None) -> None:
         self.subject = replace(subject, seed=subject.seed or 0, grad=False)
-        self.runs, self.tick, self._state = 0, tick, subject.state() if state is None else state
+        self.runs = 0
+        self.tick = tick
+        self._state = subject.state() if state is None else state
 
     def prepared(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Subject:
         """Return the subject with these arguments, ready to run, and count the run.
@@ -128,6 +131,13 @@ class Evidence:
         """The visible keys of each attention."""
         return sights_of(self.run, partial(first_key, self), self.padded)
 
+    def sight_of(self, attention: Attention) -> SeenKeys | None:
+        """Return the visible keys of an attention; None if its weights are unknown."""
+        for sight in self.sights:
+            if sight.attention is attention:
+                return sight
+        return None
+
     @cached_property
     def padded(self) -> Tensor | None:
         """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
@@ -135,34 +145,48 @@ class Evidence:
             return None
         source = self.sources[0]
         declared = self._declared_padding(source)
-        if declared is None and next(self._marked(source), None) is None:
+        marked = list(self._marked(source))
+        if declared is None and not marked:
             return None
-        shape = source.rows, source.length, source.length
-        sights = sights_of(self.run, partial(first_key, self))
-        seen = [sight.seen for sight in sights if sight.seen.shape == shape]
-        if declared is not None and seen and not any(_sees_padding(pairs, declared) for pairs in seen):
-            return declared
-        if declared is None and seen:
-            for pads in self._marked(source):
-                if not bool(pads[0].all()) and all(_hides(pairs, pads) for pairs in seen):
-                    return pads
-        return next(filter(self._is_dropped, self._marked(source)), None)
+        seen = self._seen_without_padding(source)
+        hidden = _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
+        if hidden is not None:
+            return hidden
+        for pads in marked:
+            if self._is_dropped(pads):
+                return pads
+        return None
+
+    def _seen_without_padding(self, source: Source) -> list[Tensor]:
+        """Return who sees whom in each attention over all tokens, `batch query key`, where no token is padding."""
+        shape = (source.rows, source.length, source.length)
+        seen = []
+        for sight in sights_of(self.run, partial(first_key, self)):
+            if sight.seen.shape == shape:
+                seen.append(sight.seen)
+        return seen
 
     def _declared_padding(self, source: Source) -> Tensor | None:
         """Return the tokens, `batch position`, that a declared mask marks as padding; None without such a mask."""
-        mask, means = self.values.get(self.intent.padding or ""), self.intent.padding_true
-        if not isinstance(mask, Tensor) or mask.shape != (source.rows, source.length) or not means:
+        mask = self.values.get(self.intent.padding or "")
+        means = self.intent.padding_true
+        if not means or not isinstance(mask, Tensor):
             return None
-        is_boolean = mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
-        return ((mask != 0) == (means == "ignore")).cpu() if is_boolean else None
+        if mask.shape != (source.rows, source.length):
+            return None
+        is_set = mask != 0
+        is_boolean = mask.dtype == torch.bool or bool((~is_set | (mask == 1)).all())
+        if not is_boolean:
+            return None
+        return is_set.cpu() if means == "ignore" else ~is_set.cpu()
 
     def _marked(self, source: Source) -> Iterator[Tensor]:
         """Yield the tokens, `batch position`, with one of the two values of an argument."""
         shape = (source.rows, source.length)
         for name, value in self.values.items():
-            if not isinstance(value, Tensor) or value.numel() != prod(shape) or value.is_complex():
+            if name in source.names or not isinstance(value, Tensor):
                 continue
-            if name in source.names:
+            if value.numel() != prod(shape) or value.is_complex():
                 continue
             marks = torch.unique(value)
             if len(marks) != 2:
@@ -288,15 +312,15 @@ class Evidence:
         If batch and positions come out swapped, they are swapped back to the order of the input. Raises
         `NotPossibleError` if the forward returned no tensor of numbers.
         """
-        outputs = _outputs(returned)
-        output = outputs[0]
-        inputs = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
-        if _is_of_pairs(output, inputs):
-            output = next((tensor for tensor in outputs if tensor.dim() > 2), output)
+        inputs = []
+        for value in self.values.values():
+            if isinstance(value, Tensor) and value.dim() > 1:
+                inputs.append(value)
+        output = _output_of_tokens(_outputs(returned), inputs)
         if not inputs or output.dim() < 3:
             return output
-        swapped = inputs[0].shape[1::-1]
-        is_swapped = output.shape[:2] == swapped != output.shape[1::-1]
+        batch, positions = inputs[0].shape[:2]
+        is_swapped = output.shape[:2] == (positions, batch) and batch != positions
         return output.transpose(0, 1) if is_swapped else output
 
     @cached_property
@@ -309,12 +333,18 @@ class Evidence:
             sources.append(source)
         if len(sources) < 2:
             return tuple(sources)
-        followed: list[Source] = []
-        with suppress(NotPossibleError):  # no tensor was returned
+        return tuple(self._followed_first(sources))
+
+    def _followed_first(self, sources: list[Source]) -> list[Source]:
+        """Return sources with the one first whose tokens the output has, if it is the only one."""
+        try:
             followed = [source for source in sources if self._has_entries_of(source)]
-        if len(followed) == 1:
-            sources.sort(key=lambda source: source is not followed[0])
-        return tuple(sources)
+        except NotPossibleError:  # no tensor was returned
+            return sources
+        if len(followed) != 1:
+            return sources
+        others = [source for source in sources if source is not followed[0]]
+        return [followed[0], *others]
 
     @cached_property
     def _shapes_by_channel(self) -> set[tuple[int, ...]]:
@@ -325,15 +355,17 @@ class Evidence:
     def _embedded(self) -> frozenset[str]:
         """Names of the inputs that an embedding reads as ids."""
         recording = self.run.recording
-        ids = {op.inputs[1].id for op in recording.ops if op.base_name == "embedding" and len(op.inputs) > 1}
+        ids = set()
+        for op in recording.ops:
+            if op.base_name == "embedding" and len(op.inputs) > 1:
+                ids.add(op.inputs[1].id)
         return frozenset(named.name for named in recording.inputs if named.tensor.id in ids)
 
     def _has_entries_of(self, source: Source) -> bool:
         """Return whether the output has an entry for every token of a source, in the same layout."""
-        if source.positions is None:
+        if source.positions is None or self.output.dim() <= max(source.axes):
             return False
-        axes, given, out = source.axes, source.value.shape, self.output.shape
-        return len(out) > max(axes) and all(out[axis] == given[axis] for axis in axes)
+        return all(self.output.shape[axis] == source.value.shape[axis] for axis in source.axes)
 
     @cached_property
     def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:
@@ -376,7 +408,8 @@ class Evidence:
     def _rounding(self, times: float = 1.0) -> float:
         """Return the largest difference that rounding can explain: in no dtype is it a large part of the output."""
         most = 1 / 64 if times == 1 else 1 / 8
-        return min(times * 16 * torch.finfo(self.output.dtype).eps, most) * self._largest
+        relative = times * 16 * torch.finfo(self.output.dtype).eps
+        return min(relative, most) * self._largest
 
     def differences(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         """Return the difference of each output token from another run, `batch position`; 0 within rounding.
@@ -385,7 +418,8 @@ class Evidence:
         infinities of the same sign. Outputs of padded tokens are no outputs: their difference is 0. Raises
         `RaisedError` if the shapes differ.
         """
-        apart, padded = self.differences_with_padding(output, base, times=times), self.padded
+        apart = self.differences_with_padding(output, base, times=times)
+        padded = self.padded
         if padded is None or not self.follows or padded.shape != apart.shape:
             return apart
         return apart.masked_fill(padded.to(apart.device), 0.0)
@@ -417,7 +451,8 @@ class Evidence:
 
         Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
         """
-        source, first_item = self.source, self.output
+        source = self.source
+        first_item = self.output
         if self.follows and source.batch is not None:
             first_item = self.output.narrow(source.batch, 0, 1)
         if not first_item.isfinite().any():
@@ -433,16 +468,24 @@ class Evidence:
 
         A token that a mask hides from every other query changes nothing, whatever the code does.
         """
-        places = [*range(self.source.length)]
-        if self.padded is not None:
-            places = (~self.padded[0]).nonzero().flatten().tolist()
+        places = self._real_places()
         if not places:
             raise NotPossibleError("the first batch item is padding throughout")
-        seen = [place for place in places if place in self.seen_by_others] or places
+        seen = [place for place in places if place in self.seen_by_others]
+        if not seen:
+            seen = places
         chosen = {seen[len(seen) // 2], places[-1]}
-        if self.padded is not None or all(sight.queries != self.source.length for sight in self.sights):
+        has_all_queries = any(sight.queries == self.source.length for sight in self.sights)
+        if self.padded is not None or not has_all_queries:
             chosen.add(seen[0])  # without queries of all tokens, the others may be the last of a window
         return chosen
+
+    def _real_places(self) -> list[int]:
+        """Return the positions of the first batch item that are no padding."""
+        if self.padded is None:
+            return list(range(self.source.length))
+        places: list[int] = (~self.padded[0]).nonzero().flatten().tolist()
+        return places
 
     @cached_property
     def seen_by_others(self) -> frozenset[int]:
@@ -454,11 +497,12 @@ class Evidence:
         sights = [sight for sight in self.sights if sight.queries == length <= sight.keys]
         if not sights:
             return frozenset(range(length))
-        real = slice(None) if self.padded is None else ~self.padded[0]
         places: set[int] = set()
         for sight in sights:
-            of_others = sight.seen[0] & (sight.distance != 0)  # query key
-            is_seen = of_others[real].any(0)[sight.first :][:length]
+            by_others = sight.seen[0] & (sight.distance != 0)  # query key
+            if self.padded is not None:
+                by_others = by_others[~self.padded[0]]
+            is_seen = by_others.any(0)[sight.first :][:length]
             places.update(is_seen.nonzero().flatten().tolist())
         return frozenset(places)
 
@@ -487,6 +531,17 @@ def _apart(output: Tensor, base: Tensor) -> Tensor:
     return apart.masked_fill_(is_equal, 0.0)
 
 
+def _output_of_tokens(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """Return the first output; where it is a matrix of all pairs of batch items, the first one of tokens."""
+    first = outputs[0]
+    if not _is_of_pairs(first, inputs):
+        return first
+    for output in outputs:
+        if output.dim() > 2:
+            return output
+    return first
+
+
 def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
     """Return whether an output is a matrix of all pairs of batch items: `text image` for ids of texts and images."""
     if len(inputs) < 2 or inputs[0].is_floating_point():
@@ -494,9 +549,36 @@ def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
     return set(output.shape) == {len(inputs[0])}
 
 
+def _leaves_tokens(pads: Tensor) -> bool:
+    """Return whether the first batch item has a token that is no padding, of `batch position`."""
+    return not bool(pads[0].all())
+
+
+def _unseen(pads: Tensor, seen: Sequence[Tensor]) -> Tensor | None:
+    """Return padding, `batch position`, if no other token sees it in any attention; None if it is seen, or unknown."""
+    if not seen or any(_sees_padding(pairs, pads) for pairs in seen):
+        return None
+    return pads
+
+
+def _first_hidden(candidates: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor | None:
+    """Return the first tokens, `batch position`, that every attention hides from all others; None without such."""
+    if not seen:
+        return None
+    for pads in candidates:
+        if _leaves_tokens(pads) and all(_hides(pairs, pads) for pairs in seen):
+            return pads
+    return None
+
+
 def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
     """Return whether a token that is no padding sees padding: `batch query key` and `batch position`."""
-    return bool((seen & ~pads[:, :, None] & pads[:, None]).any())
+    return bool((seen & _real_with_padding(pads)).any())
+
+
+def _real_with_padding(pads: Tensor) -> Tensor:
+    """Return `batch query key` from `batch position`: True for a query that is no padding and a key that is."""
+    return ~pads[:, :, None] & pads[:, None]
 
 
 def _hides(seen: Tensor, pads: Tensor) -> bool:
@@ -504,14 +586,18 @@ def _hides(seen: Tensor, pads: Tensor) -> bool:
 
     If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them.
     """
-    if not bool((seen & ~pads[:, :, None]).any()):
+    is_real = ~pads[:, :, None]  # batch query 1
+    if not bool((seen & is_real).any()) or _sees_padding(seen, pads):
         return False
     past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
-    pairs, later = ~pads[:, :, None] & pads[:, None], pads[:, None] & past
-    in_order = not bool((seen & past.mT).any())
-    hidden = pairs & past if in_order else pairs
-    by_mask = bool(hidden.any()) or (bool(later.any()) and not bool((seen & later).any()))
-    return by_mask and not bool((seen & pairs).any())
+    hidden = _real_with_padding(pads)
+    if not bool((seen & past.mT).any()):
+        # No token sees a later one: padding after a token is hidden without a mask of padding.
+        hidden = hidden & past
+    if bool(hidden.any()):
+        return True
+    of_past = pads[:, None] & past  # padding before a query, which may be padding too
+    return bool(of_past.any()) and not bool((seen & of_past).any())
 
 
 def evidence_of(
@@ -522,18 +608,35 @@ def evidence_of(
     `wider` is a run of the same forward without sizes of 1.
     """
     arguments = Arguments(subject)
-    tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
-    meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
+    on_meta = _is_on_meta(subject)
     prepared = runner.prepared(arguments.of_call({}))
-    run = prepared.recorded(keep=not meta)
+    run = prepared.recorded(keep=not on_meta)
     _copy_written(run.recording)
     once = once or needs_ranks(prepared.module, run.recording)
     run = run.beside(wider or subject.wider_run(run))
     again = None
-    with suppress(Exception):  # user code may raise anything in a second run
-        if not once and not meta and run.attentions:
-            again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
-    return Evidence(runner, subject, intent, arguments, run, (prepared.args, prepared.kwargs), meta, once, again)
+    if not once and not on_meta:
+        with suppress(Exception):  # user code may raise anything in a second run
+            if run.attentions:
+                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
+    return Evidence(
+        runner=runner,
+        subject=subject,
+        intent=intent,
+        arguments=arguments,
+        run=run,
+        arguments_after=(prepared.args, prepared.kwargs),
+        on_meta=on_meta,
+        once=once,
+        again=again,
+    )
+
+
+def _is_on_meta(subject: Subject) -> bool:
+    """Return whether a parameter or an argument has a shape but no numbers."""
+    if any(parameter.is_meta for parameter in subject.module.parameters()):
+        return True
+    return any(tensor.is_meta for _, tensor in tensors_in((subject.args, subject.kwargs)))
 
 
 def _copy_written(recording: Recording) -> None:
@@ -541,8 +644,9 @@ def _copy_written(recording: Recording) -> None:
     written = _written_from_outside(recording)
     if not written:
         return
-    for number in _in_storages(recording, written) & recording.values.keys():
-        recording.values[number] = recording.values[number].clone()
+    for number in _in_storages(recording, written):
+        if number in recording.values:
+            recording.values[number] = recording.values[number].clone()
 
 
 def _written_from_outside(recording: Recording) -> set[int]:
@@ -560,7 +664,9 @@ def _in_storages(recording: Recording, storages: set[int]) -> set[int]:
     """Return the ids of the tensors of all operations that lie in these storages."""
     ids: set[int] = set()
     for op in recording.ops:
-        ids.update(tensor.id for tensor in (*op.inputs, *op.outputs) if tensor.storage in storages)
+        for tensor in (*op.inputs, *op.outputs):
+            if tensor.storage in storages:
+                ids.add(tensor.id)
     return ids
 
 

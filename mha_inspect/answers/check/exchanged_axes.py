@@ -25,18 +25,32 @@ def way_out(evidence: Evidence, source: Source, token: int) -> str:
 
     `token` is the place of a token that changes other items.
     """
-    module = evidence.subject.module
-    settings = [part for part in module.modules() if getattr(part, "batch_first", None) is False]
-    attentions = [attention.module for attention, _ in evidence.run.attentions]
-    parts = [module.get_submodule(path) if path else module for path in dict.fromkeys(attentions)]
     ways = []
+    settings = _with_batch_second(evidence.subject.module)
     if settings and _is_apart(evidence, source, token, lambda _: _set_batch_first(settings)):
         ways.append(_BATCH_FIRST)
-    with _exchanging(parts) as exchange:
+    with _exchanging(_attention_modules(evidence)) as exchange:
         if _is_apart(evidence, source, token, exchange):
             ways.append(_TRANSPOSED)
+    if not ways:
+        return ""
     sentence = ", or ".join(ways)
-    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _with_batch_second(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that have `batch_first=False`."""
+    return [part for part in module.modules() if getattr(part, "batch_first", None) is False]
+
+
+def _attention_modules(evidence: Evidence) -> list[nn.Module]:
+    """Return the modules of the attentions, each once."""
+    module = evidence.subject.module
+    modules = dict[str, nn.Module]()
+    for attention, _ in evidence.run.attentions:
+        path = attention.module
+        modules[path] = module.get_submodule(path) if path else module
+    return list(modules.values())
 
 
 def _set_batch_first(parts: list[nn.Module]) -> None:
@@ -50,10 +64,12 @@ def _is_apart(evidence: Evidence, source: Source, token: int, change: Callable[[
         with evidence.runner.changed_by(change):
             base = evidence.output_with({})
             output = evidence.output_with(source.others(token))
-            changed = evidence.differences(output, base)
+            is_changed = evidence.differences(output, base) > 0  # batch position
     except NotPossibleError:
         return False
-    return len(changed) == source.rows and bool((changed[0] > 0).any()) and not bool((changed[1:] > 0).any())
+    if len(is_changed) != source.rows:
+        return False
+    return bool(is_changed[0].any()) and not bool(is_changed[1:].any())
 
 
 @contextmanager
@@ -86,8 +102,15 @@ def _after(_: nn.Module, __: Any, returned: Any) -> Any:
 def _exchanged(value: Any) -> Any:
     """Return a value with `batch positions features` in the tensors of three dimensions, and ids, turned."""
     if isinstance(value, Tensor):
-        is_of_tokens = value.dim() == 3 and value.is_floating_point()
-        is_of_ids = value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
-        return value.transpose(0, 1) if is_of_tokens or is_of_ids else value
+        return value.transpose(0, 1) if _has_tokens(value) else value
     parts = parts_of(value)
-    return with_parts(value, [_exchanged(part) for _, part in parts]) if parts else value
+    if not parts:
+        return value
+    return with_parts(value, [_exchanged(part) for _, part in parts])
+
+
+def _has_tokens(value: Tensor) -> bool:
+    """Return whether a tensor is `batch positions features`, or ids of `batch positions`."""
+    if value.is_floating_point():
+        return value.dim() == 3
+    return value.dim() == 2 and value.dtype in (torch.int64, torch.int32)

@@ -90,10 +90,10 @@ def _sides_of(evidence: Evidence, attention: Attention, name: str) -> list[str]:
 
 def _shares_of(evidence: Evidence, attention: Attention) -> Tensor:
     """Return by head whether a query gives weight to several keys; False for an attention without keys to see."""
-    for sight in evidence.sights:
-        if sight.attention is attention:
-            return sight.shares
-    return torch.zeros(1, dtype=torch.bool)
+    sight = evidence.sight_of(attention)
+    if sight is None:
+        return torch.zeros(1, dtype=torch.bool)
+    return sight.shares
 
 
 # -- elements without a gradient --------------------------------------------------------------------------------------
@@ -150,9 +150,11 @@ def _is_coded(evidence: Evidence, op: Op) -> bool:
 
 def _moves_the_output(evidence: Evidence, weight: Tensor, marks: Tensor) -> bool:
     """Return whether the output changes, bit for bit, when the marked elements of a weight do."""
-    draw, value = torch.Generator().manual_seed(1729), weight.detach()
-    other = value + 2 * (float(value.std()) or 1.0) * torch.randn(value.shape, generator=draw).to(value)
-    returned = evidence.returned(instead={id(weight): torch.where(marks, other, value)})
+    draw = torch.Generator().manual_seed(1729)
+    value = weight.detach()
+    spread = float(value.std()) or 1.0
+    moved = value + 2 * spread * torch.randn(value.shape, generator=draw).to(value)
+    returned = evidence.returned(instead={id(weight): torch.where(marks, moved, value)})
     return bool(evidence.apart(evidence.output_of(returned), times=0))
 
 

@@ -10,7 +10,6 @@ Every value of the mask is changed to its opposite, and the outputs are compared
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -27,8 +26,9 @@ def idle_masks(evidence: Evidence) -> Iterator[Finding]:
     if evidence.sights and all(sight.keys == 1 for sight in evidence.sights):
         return  # the weight of a single key is 1 with any mask
     for name, value in evidence.values.items():
-        is_mask = isinstance(value, Tensor) and ("mask" in name or value.dtype == torch.bool)
-        if not is_mask or name == evidence.intent.padding:
+        if name == evidence.intent.padding or not isinstance(value, Tensor):
+            continue
+        if "mask" not in name and value.dtype != torch.bool:
             continue
         inverted = _inverted(value)
         if inverted is not None and _is_idle(evidence, name, inverted):
@@ -41,22 +41,26 @@ def _inverted(mask: Tensor) -> Tensor | None:
         return None
     if mask.dtype == torch.bool:
         return ~mask
-    if bool(((mask == 0) | (mask == 1)).all()):
+    is_zero = mask == 0
+    is_one = mask == 1
+    if bool((is_zero | is_one).all()):
         return 1 - mask
     if mask.is_floating_point() and bool((mask <= 0).all()):
-        return torch.where(mask == 0, mask.min(), torch.zeros_like(mask))
+        return torch.where(is_zero, mask.min(), torch.zeros_like(mask))
     return None
 
 
 def _is_idle(evidence: Evidence, name: str, inverted: Tensor) -> bool:
     """Return whether a run with another value of an argument returns the same, bit for bit."""
-    with suppress(RaisedError):
-        before = _tensors(evidence.run.returned)
-        after = _tensors(evidence.returned({name: inverted}))
-        if not before or len(before) != len(after):
-            return False
-        return all(_is_same(*pair) for pair in zip(before, after, strict=True))
-    return False
+    try:
+        returned = evidence.returned({name: inverted})
+    except RaisedError:
+        return False
+    before = _tensors(evidence.run.returned)
+    after = _tensors(returned)
+    if not before or len(before) != len(after):
+        return False
+    return all(map(_is_same, before, after))
 
 
 def _tensors(returned: object) -> list[Tensor]:
@@ -68,15 +72,23 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
 
 
 def _finding(evidence: Evidence, name: str) -> Finding:
-    recording = evidence.run.recording
-    given = {named.tensor.id for named in recording.inputs if named.name == name}
-    is_read = any(tensor.id in given for op in recording.ops for tensor in op.inputs)
     proof = f"With the opposite of every value in {name}, the output is the same bit for bit"
     return Finding(
         "padding",
         f"{name} is given and has no effect on the output.",
-        f"{proof}." if is_read else f"{proof}: no operation reads it.",
+        f"{proof}." if _is_read(evidence, name) else f"{proof}: no operation reads it.",
         sure=False,
         fix=f"Pass {name} on to the attention, and apply it to the scores before the softmax.",
         confirm="--skip padding",
     )
+
+
+def _is_read(evidence: Evidence, name: str) -> bool:
+    """Return whether an operation reads an argument of the call."""
+    recording = evidence.run.recording
+    given = {named.tensor.id for named in recording.inputs if named.name == name}
+    for op in recording.ops:
+        for tensor in op.inputs:
+            if tensor.id in given:
+                return True
+    return False

@@ -50,13 +50,16 @@ def _is_by_item(evidence: Evidence, name: str, given: Tensor) -> bool:
 
     With as many heads as items, the three dimensions of a mask may be `heads query key`.
     """
-    if any(name in source.names for source in evidence.sources):
-        return False
     if name in CACHES or name == evidence.intent.cache:
         return False
-    if given.is_meta or given.is_complex() or given.dim() not in (3, 4) or given.shape[0] != evidence.source.rows:
+    if any(name in source.names for source in evidence.sources):
         return False
-    if given.dim() == 3 and given.shape[0] in _numbers_of_heads(evidence):
+    if given.is_meta or given.is_complex() or given.dim() not in (3, 4):
+        return False
+    items = given.shape[0]
+    if items != evidence.source.rows:
+        return False
+    if given.dim() == 3 and items in _numbers_of_heads(evidence):
         return False
     return any(_fits(given, sight.queries, sight.keys) for sight in evidence.sights)
 
@@ -70,12 +73,18 @@ def _numbers_of_heads(evidence: Evidence) -> set[int]:
 
 
 def _fits(given: Tensor, queries: int, keys: int) -> bool:
-    return given.shape[-1] == keys > 1 and given.shape[-2] in (1, queries)
+    """Return whether a mask has a place for each key, and for each query or for all of them."""
+    if keys < 2 or given.shape[-1] != keys:
+        return False
+    return given.shape[-2] in (1, queries)
 
 
 def _item_with_another_mask(given: Tensor) -> int | None:
     """Return the first item whose mask is not that of item 0; None if all items have one mask."""
-    return next((item for item in range(1, len(given)) if not torch.equal(given[item], given[0])), None)
+    for item in range(1, len(given)):
+        if not torch.equal(given[item], given[0]):
+            return item
+    return None
 
 
 def _finding(evidence: Evidence, name: str, item: int, moved: Tensor) -> Finding:
@@ -83,18 +92,29 @@ def _finding(evidence: Evidence, name: str, item: int, moved: Tensor) -> Finding
     items = moved.nonzero().flatten()
     first = int(items[0])
     repeat = _repeat_of(evidence, name)
-    layout = next((sight.layout for sight in evidence.sights if sight.masked), "")
-    fix = f"Align the mask with the batch: {_LAYOUTS[layout]}." if layout in _LAYOUTS else ""
-    if repeat is not None:
+    if repeat is None:
+        line = evidence.mask_line
+        fix = _how_to_lay_over(evidence)
+    else:
+        line = repeat.source
         fix = f"Use {name}.repeat_interleave(heads, 0): the heads of one item are neighbours."
     return Finding(
         "batch",
         f"The {name} of one batch item changes the output of another.",
         f"With the {name} of item {item} given to item 0 too, the output of item {first + 1} changes by "
         f"{float(moved[first]):.3g}. In all, {len(items)} of the {len(moved)} other items change.",
-        source=evidence.mask_line if repeat is None else repeat.source,
+        source=line,
         fix=fix,
     )
+
+
+def _how_to_lay_over(evidence: Evidence) -> str:
+    """Return how a mask is laid over the first masked scores; empty if their axes are others than usual."""
+    for sight in evidence.sights:
+        if sight.masked:
+            how = _LAYOUTS.get(sight.layout)
+            return "" if how is None else f"Align the mask with the batch: {how}."
+    return ""
 
 
 def _repeat_of(evidence: Evidence, name: str) -> Op | None:
@@ -102,7 +122,11 @@ def _repeat_of(evidence: Evidence, name: str) -> Op | None:
     graph = evidence.run.graph
     given = {named.tensor.id for named in graph.recording.inputs if named.name == name}
     for op in graph.recording.ops:
-        is_of_mask = op.base_name == "repeat" and op.inputs and graph.before_moves(op.inputs[0]).id in given
-        if is_of_mask and op.output.shape[:1] != op.inputs[0].shape[:1]:
+        if op.base_name != "repeat" or not op.inputs:
+            continue
+        repeated = op.inputs[0]
+        if op.output.shape[:1] == repeated.shape[:1]:
+            continue
+        if graph.before_moves(repeated).id in given:
             return op
     return None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
+from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
@@ -26,12 +27,9 @@ def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     if concat is None or attention.branches:
         raise LostError
     places = _places_of_concat(attention, names, factor, concat)
-    total = prod(factor.tokens)
-    tokens = max(total, prod(places))
-    if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:
-        raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
+    _require_row_a_token(attention, names, max(prod(factor.tokens), prod(places)))
     is_comparable = factor.tokens == places and len(set(places)) == len(places)
-    for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
+    for number in _numbers_to_follow(prod(factor.tokens)):
         token = factor.token(number)
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
@@ -45,16 +43,34 @@ def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
             return
 
 
+def _require_row_a_token(attention: Attention, names: AxisNames, tokens: int) -> None:
+    """Raise `LostError` if a row of the scores belongs to several tokens on purpose, e.g. to a column of a table."""
+    scores = attention.score_product.op.output
+    if prod(scores.shape) < tokens * names.num_heads * names.lengths[1]:
+        raise LostError
+
+
+def _numbers_to_follow(count: int) -> list[int]:
+    """Return the numbers of a few tokens out of `count`, in order: the first two, the middle and the last.
+
+    >>> _numbers_to_follow(8)
+    [0, 1, 4, 7]
+    """
+    numbers = {0, 1, count // 2, count - 1}
+    return [number for number in sorted(numbers) if 0 <= number < count]
+
+
 def _places_of_concat(attention: Attention, names: AxisNames, factor: Factor, concat: TensorRef) -> tuple[int, ...]:
     """Return the sizes of concat without its features, e.g. `batch query`.
 
     Raises `LostError` where heads are not merged yet, or features come before positions, as in a convolution.
     """
-    dims, shape = dims_of(names.of_stage("concat")), list(concat.shape)
-    place = attention.feature_place("output", len(shape)) % len(shape)
+    dims = dims_of(names.of_stage("concat"))
+    sizes = list(concat.shape)
+    place = attention.feature_place("output", len(sizes)) % len(sizes)
     features = dims.pop(place) if place < len(dims) else []
-    del shape[place]
-    places = tuple(shape)
+    del sizes[place]
+    places = tuple(sizes)
     # With as many tokens as heads, heads that are merged without a transpose are rows, each of all tokens.
     are_rows_of_tokens = "query" in features and factor.tokens == places
     if ["heads"] in dims and not are_rows_of_tokens:
@@ -69,21 +85,30 @@ def _tokens_of_concat(
     evidence: Evidence, attention: Attention, names: AxisNames, concat: TensorRef, rows: Iterable[Row]
 ) -> list[list[int]]:
     """Return the tokens of concat that change when these rows of the scores change, in order."""
-    scores, context = attention.score_product.op.output, attention.value_product.op.output
-    key_axis = -2 if attention.key_first else -1
-    sizes = list(scores.shape)
-    del sizes[key_axis]
-    marks = torch.zeros(prod(sizes[:-1]), sizes[-1], dtype=torch.bool, device=content_of(evidence, scores).device)
-    for row in rows:
-        marks[row] = True
-    changed = changed_by(evidence, scores, marks.view(sizes).unsqueeze(key_axis), context)
-    feature_axis = -2 if attention.value_first else -1
-    changed = changed.any(feature_axis, keepdim=True)
+    context = attention.value_product.op.output
+    changed = _changed_context(evidence, attention, rows)
     if int(changed.sum()) > names.num_heads:
         raise LostError  # a query is in several rows of the context on purpose, e.g. in overlapping chunks
-    place = attention.feature_place("output", len(concat.shape))
-    tokens: list[list[int]] = changed_by(evidence, context, changed, concat).any(place).nonzero().tolist()
+    feature_axis = attention.feature_place("output", len(concat.shape))
+    in_concat = changed_by(evidence, context, changed, concat).any(feature_axis)
+    tokens: list[list[int]] = in_concat.nonzero().tolist()
     return tokens
+
+
+def _changed_context(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> Tensor:
+    """Return which rows of the context change when these rows of the scores change; features have size 1."""
+    scores = attention.score_product.op.output
+    key_axis = -2 if attention.key_first else -1
+    feature_axis = -2 if attention.value_first else -1
+    sizes = list(scores.shape)
+    del sizes[key_axis]
+    device = content_of(evidence, scores).device
+    marks = torch.zeros(prod(sizes[:-1]), sizes[-1], dtype=torch.bool, device=device)
+    for row in rows:
+        marks[row] = True
+    of_scores = marks.view(sizes).unsqueeze(key_axis)
+    changed = changed_by(evidence, scores, of_scores, attention.value_product.op.output)
+    return changed.any(feature_axis, keepdim=True)
 
 
 def _mixes_queries(evidence: Evidence, concat: TensorRef, token: tuple[int, ...], spread: list[list[int]]) -> Finding:

@@ -5,9 +5,13 @@ heads.view(batch, length, -1)       # heads: heads batch position head_dim, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from ...record.ops import Recording
 from .evidence import Evidence, RaisedError
 
 _ROUNDING = 100.0
@@ -27,28 +31,51 @@ def line_of_mixed_items(evidence: Evidence, place: int) -> str:
         changed, _ = evidence.recorded(source.others(place))
     except RaisedError:
         return ""
-    first, second = evidence.run.recording, changed.recording
-    if [op.name for op in first.ops] != [op.name for op in second.ops]:
+    if not _have_same_ops(evidence.run.recording, changed.recording):
         return ""
     line = ""
+    for pair in _results_by_item(evidence.run.recording, changed.recording, source.rows):
+        if not _has_changed(pair.before[1:], pair.after[1:]):
+            line = ""
+        elif not line:
+            line = pair.line
+    return line
+
+
+def _have_same_ops(first: Recording, second: Recording) -> bool:
+    """Return whether two runs have the same operations in the same order."""
+    return [op.name for op in first.ops] == [op.name for op in second.ops]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """The results of one operation in two runs."""
+
+    before: Tensor
+    after: Tensor
+    line: str
+
+
+def _results_by_item(first: Recording, second: Recording, rows: int) -> Iterator[_Pair]:
+    """Yield the results that have an entry for each of `rows` batch items, in order."""
     for op, repeated in zip(first.ops, second.ops, strict=True):
         if not op.outputs or not repeated.outputs:
             continue
-        before, after = first.values.get(op.output.id), second.values.get(repeated.output.id)
-        if before is None or after is None or not _is_by_item(before, after, source.rows):
+        before = first.values.get(op.output.id)
+        after = second.values.get(repeated.output.id)
+        if before is None or after is None:
             continue
-        if not _has_changed(before[1:], after[1:]):
-            line = ""
-        elif not line:
-            line = op.source
-    return line
+        if _is_by_item(before, after, rows):
+            yield _Pair(before, after, op.source)
 
 
 def _is_by_item(before: Tensor, after: Tensor, rows: int) -> bool:
     """Return whether a result is `batch ...` numbers in both runs. Nested tensors have no sizes to compare."""
     if before.is_nested or after.is_nested:
         return False
-    return before.is_floating_point() and before.dim() > 1 and before.shape == after.shape and len(before) == rows
+    if not before.is_floating_point() or before.dim() < 2:
+        return False
+    return before.shape == after.shape and len(before) == rows
 
 
 def _has_changed(before: Tensor, after: Tensor) -> bool:
@@ -58,4 +85,5 @@ def _has_changed(before: Tensor, after: Tensor) -> bool:
     apart = (before.double() - after.double()).abs().nan_to_num(0.0)
     finite = before.double().nan_to_num(0.0, 0.0, 0.0)
     largest = max(float(finite.abs().max()), 1e-6)
-    return float(apart.max()) > _ROUNDING * torch.finfo(before.dtype).eps * largest
+    rounding = torch.finfo(before.dtype).eps * largest
+    return float(apart.max()) > _ROUNDING * rounding

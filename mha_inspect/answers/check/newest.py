@@ -8,6 +8,7 @@ A cache may drop its oldest tokens: they are outside a window. Nothing drops the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -56,7 +57,9 @@ def _in_no_row(evidence: Evidence, attention: Attention, names: AxisNames) -> Fi
     count = evidence.source.length
     missing = [token for token in range(count) if token not in tokens.values()]
     shifts = {row - token for row, token in tokens.items()}
-    if not tokens or not missing or len(shifts) > 1 or missing != list(range(missing[0], count)):
+    if not missing or len(shifts) != 1:
+        return None
+    if missing != list(range(missing[0], count)):
         return None
     shift = shifts.pop()
     if shift + missing[0] != names.lengths[1]:
@@ -69,16 +72,21 @@ def _in_no_row(evidence: Evidence, attention: Attention, names: AxisNames) -> Fi
 def _has_given_keys(evidence: Evidence, key: Factor) -> bool:
     """Return whether an argument beside the tokens reaches the keys, e.g. a cache."""
     recording = evidence.run.recording
-    others = [named.tensor for named in recording.inputs if named.name not in evidence.source.names]
-    return any(tensor == key.target or between(recording, {tensor.id}, key.target) for tensor in others)
+    for named in recording.inputs:
+        if named.name in evidence.source.names:
+            continue
+        if named.tensor == key.target or between(recording, {named.tensor.id}, key.target):
+            return True
+    return False
 
 
 def _finding(attention: Attention, missing: list[int], keys: str) -> Finding:
-    has = "has no key" if len(missing) == 1 else "have no key"
-    tokens = f"token {missing[0]}" if len(missing) == 1 else f"tokens {spans(missing)}"
+    tokens = f"tokens {spans(missing)} of the call have no key"
+    if len(missing) == 1:
+        tokens = f"token {missing[0]} of the call has no key"
     return Finding(
         "cache",
-        f"The newest {tokens} of the call {has}: it is projected, and cut off before the scores.",
+        f"The newest {tokens}: it is projected, and cut off before the scores.",
         f"The call has {keys}. Changing another token changes its key; changing the newest changes none.",
         sure=False,
         source=attention.score_product.op.source,
@@ -88,51 +96,68 @@ def _finding(attention: Attention, missing: list[int], keys: str) -> Finding:
 
 def _cut_from_joined(evidence: Evidence, attention: Attention) -> Finding | None:
     """Return the suspicion if keys are joined with new ones of this call, and then cut to those before the new ones."""
-    join, cut = _join_and_cut(evidence, factors_of(attention)["key"])
-    axis = None if join is None else _axis_of_join(join)
-    if join is None or cut is None or axis is None:
+    cut = _cut_of(evidence, factors_of(attention)["key"])
+    axis = None if cut is None else _axis_of_join(cut.join)
+    if cut is None or axis is None:
         return None
-    *earlier, last = join.inputs
-    if not _is_of_call(evidence, last) or any(_is_of_call(evidence, tensor) for tensor in earlier):
+    *earlier, last = cut.join.inputs
+    if not _is_of_call(evidence, last):
+        return None
+    if any(_is_of_call(evidence, tensor) for tensor in earlier):
         return None
     rows = last.shape[axis]
-    before = join.output.shape[axis] - rows
-    if not before > 0 or not _is_start(evidence, cut, join.output, axis, before):
+    before = cut.join.output.shape[axis] - rows
+    if before <= 0 or not _is_start(evidence, cut, axis, before):
         return None
     return _finding(attention, list(range(rows)), f"{plural(before, 'key')} of earlier calls, and none of its own")
 
 
-def _join_and_cut(evidence: Evidence, factor: TensorRef) -> tuple[Op | None, TensorRef | None]:
-    """Return the operation that joined what the keys are a part of, and that part; None where there is none."""
+@dataclass(frozen=True)
+class _CutOfJoined:
+    """An operation that joins keys, and the part of its result that the scores read."""
+
+    join: Op
+    part: TensorRef
+
+
+def _cut_of(evidence: Evidence, factor: TensorRef) -> _CutOfJoined | None:
+    """Return the operation that joined what the keys are a part of, with that part; None if they are no part."""
     recording = evidence.run.recording
-    tensor, cut = factor, None
-    while (op := recording.producer(tensor)) is not None and op.inputs:
+    tensor = factor
+    part = None
+    while True:
+        op = recording.producer(tensor)
+        if op is None or not op.inputs:
+            return None
         if op.does("joins"):
-            return op, cut
+            return None if part is None else _CutOfJoined(op, part)
         if op.kind not in ("view", "copy"):
-            break
+            return None
         if tensor.numel < op.inputs[0].numel:
-            cut = tensor
+            part = tensor
         tensor = op.inputs[0]
-    return None, None
 
 
-def _is_start(evidence: Evidence, cut: TensorRef, joined: TensorRef, axis: int, before: int) -> bool:
+def _is_start(evidence: Evidence, cut: _CutOfJoined, axis: int, before: int) -> bool:
     """Return whether a part of a joined tensor is its first places along an axis, number by number."""
-    part, whole = evidence.content(cut), evidence.content(joined)
-    if part is None or whole is None or part.dim() != whole.dim() or part.shape[axis] != before:
+    part = evidence.content(cut.part)
+    whole = evidence.content(cut.join.output)
+    if part is None or whole is None:
+        return False
+    if part.dim() != whole.dim() or part.shape[axis] != before:
         return False
     return torch.equal(part, whole.narrow(axis, 0, before))
 
 
 def _axis_of_join(op: Op) -> int | None:
     """Return the axis along which an operation joins its inputs; None if they are not equal in all others."""
-    shapes = [tensor.shape for tensor in op.inputs]
-    if len({len(shape) for shape in (*shapes, op.output.shape)}) > 1:
+    rank = len(op.output.shape)
+    if any(len(tensor.shape) != rank for tensor in op.inputs):
         return None
     longer = []
     for axis, size in enumerate(op.output.shape):
-        if size == sum(shape[axis] for shape in shapes) != shapes[0][axis]:
+        sizes = [tensor.shape[axis] for tensor in op.inputs]
+        if size == sum(sizes) and size != sizes[0]:
             longer.append(axis)
     return longer[0] if len(longer) == 1 else None
 
@@ -142,7 +167,8 @@ def _is_of_call(evidence: Evidence, tensor: TensorRef) -> bool:
     recording = evidence.run.recording
     names = evidence.sources[0].names if evidence.sources else ()
     ids = {named.tensor.id for named in recording.inputs if named.name in names}
-    queue, seen = [tensor], set[int]()
+    queue = [tensor]
+    seen = set[int]()
     while queue:
         operand = queue.pop()
         if operand.id in ids:
@@ -156,21 +182,13 @@ def _is_of_call(evidence: Evidence, tensor: TensorRef) -> bool:
 
 def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) -> Finding | None:
     """Return the suspicion if the call returns the rows of its keys and of its values, all but the newest."""
-    lost = {}
-    for side in ("key", "value"):
-        heads = content_of(evidence.run, attention, names, f"{side[0]}_heads")
-        if heads is None or heads.shape[2] < 2:
-            return None
-        rows = _most_rows_returned(evidence, heads)
-        if rows is None or rows == heads.shape[2]:
-            return None
-        if not _is_last(evidence, attention, names, side):
-            return None  # e.g. a learned key, or empty slots, are behind the newest token
-        lost[side] = heads.shape[2] - rows
-    if len(set(lost.values())) > 1:
+    count = _count_lost(evidence, attention, names, "key")
+    if count is None or count != _count_lost(evidence, attention, names, "value"):
         return None
-    count, length = lost["key"], names.lengths[1]
-    newest = f"key {length - 1}" if count == 1 else f"keys {spans(range(length - count, length))}"
+    length = names.lengths[1]
+    newest = f"key {length - 1}"
+    if count > 1:
+        newest = f"keys {spans(range(length - count, length))}"
     return Finding(
         "cache",
         f"The cache that the call returns lacks the newest token: it has all of its keys but {newest}.",
@@ -179,6 +197,19 @@ def _not_returned(evidence: Evidence, attention: Attention, names: AxisNames) ->
         source=attention.score_product.op.source,
         fix=_FIX,
     )
+
+
+def _count_lost(evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> int | None:
+    """Return how many of the newest keys, or values, the call does not return; None if it returns all or no rows."""
+    heads = content_of(evidence.run, attention, names, f"{side[0]}_heads")
+    if heads is None or heads.shape[2] < 2:
+        return None
+    rows = _most_rows_returned(evidence, heads)
+    if rows is None or rows == heads.shape[2]:
+        return None
+    if not _is_last(evidence, attention, names, side):
+        return None  # e.g. a learned key, or empty slots, are behind the newest token
+    return int(heads.shape[2]) - rows
 
 
 def _most_rows_returned(evidence: Evidence, heads: Tensor) -> int | None:
@@ -198,18 +229,19 @@ def _is_last(evidence: Evidence, attention: Attention, names: AxisNames, side: s
         place = min(evidence.source.positions or 0, len(factor.tokens) - 1)
         if factor.tokens[place] != evidence.source.length:
             return False  # other tokens are projected with those of the call
-        rows = {row for _, row in factor.changed(factor.token(prod(factor.tokens) - 1))}
+        newest = factor.token(prod(factor.tokens) - 1)
+        return factor.rows_of(newest) == {names.lengths[1] - 1}
     except LostError:
         return False
-    return rows == {names.lengths[1] - 1}
 
 
 def _rows_returned(heads: Tensor, returned: Tensor) -> int | None:
     """Return how many first rows of `batch kv_heads row feature` are a returned tensor; None if it is not that."""
     if returned.dim() != 4 or returned.dtype != heads.dtype or returned.device != heads.device:
         return None
-    shape, rows = heads.shape, returned.shape[2]
-    same_but_rows = (*returned.shape[:2], returned.shape[3]) == (*shape[:2], shape[3])
-    if not same_but_rows or not 0 < rows <= shape[2]:
+    if returned.shape[:2] != heads.shape[:2] or returned.shape[3] != heads.shape[3]:
+        return None
+    rows = returned.shape[2]
+    if not 0 < rows <= heads.shape[2]:
         return None
     return rows if bool((returned == heads[:, :, :rows]).all()) else None

@@ -50,16 +50,21 @@ def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     for attention, _ in evidence.run.attentions:
         turns += (attention, *attention.branches)
     projected = _projected_sides(evidence, turns)
-    modules = tuple(f"{turn.module}." if turn.module else "" for turn in turns)
     for name, ops in readers.ops.items():
         sides = projected.get(name, {})
-        is_used_twice = len(ops) > 1 or len(sides) > 1
-        if not is_used_twice or not (sides or name.startswith(modules)):
+        if len(ops) < 2 and len(sides) < 2:
+            continue
+        if not sides and not _is_inside(name, turns):
             continue
         siblings = _unread_siblings(readers, name)
         if siblings:
             readers.mentioned.update(siblings.values())
             yield _used_twice(name, ops, sides, [*siblings])
+
+
+def _is_inside(name: str, turns: Sequence[Attention]) -> bool:
+    """Return whether a parameter belongs to the module of an attention, or to a module inside it."""
+    return any(not turn.module or name.startswith(f"{turn.module}.") for turn in turns)
 
 
 def _projected_sides(evidence: Evidence, turns: Sequence[Attention]) -> dict[str, dict[str, Op]]:
@@ -83,22 +88,25 @@ def _unread_siblings(readers: Readers, name: str) -> dict[str, str]:
     return siblings
 
 
-def _beside(name: str, other: str) -> str:
-    """Return the module of a parameter if the other parameter is in a sibling module; else empty.
+def _beside(name: str, neighbour: str) -> str:
+    """Return the module of a parameter if another parameter is in a sibling module; else empty.
 
     >>> _beside("k_norm.weight", "q_norm.weight")
     'k_norm'
     >>> _beside("heads.1.key.weight", "heads.0.key.weight")
     'heads.1'
     """
-    left, right = name.split("."), other.split(".")
+    left, right = name.split("."), neighbour.split(".")
     if len(left) != len(right):
         return ""
-    differ = [place for place, words in enumerate(zip(left, right, strict=True)) if words[0] != words[1]]
-    if len(differ) != 1:
+    unlike = [place for place, word in enumerate(left) if word != right[place]]
+    if len(unlike) != 1:
         return ""
-    is_same_module = differ[0] == len(left) - 1 and len(left) > 1
-    return "" if is_same_module else ".".join(left[: differ[0] + 1])
+    place = unlike[0]
+    is_same_module = place == len(left) - 1 and len(left) > 1
+    if is_same_module:
+        return ""
+    return ".".join(left[: place + 1])
 
 
 def _used_twice(name: str, ops: Sequence[Op], sides: dict[str, Op], siblings: Sequence[str]) -> Finding:
@@ -106,11 +114,12 @@ def _used_twice(name: str, ops: Sequence[Op], sides: dict[str, Op], siblings: Se
     uses = f"projects the {' and the '.join(sides)}" if len(sides) > 1 else f"is used {len(ops)} times"
     more = " and more" if len(siblings) > 2 else ""
     are = "is" if len(siblings) == 1 else "are"
+    uses_in_order = [*ops, *sides.values()]
     return Finding(
         "parameters",
         f"{name} {uses}, and {', '.join(siblings[:2])}{more} {are} unused.",
         "The unused parameter has the same shape and gets no gradient.",
-        source=[*ops, *sides.values()][-1].source,
+        source=uses_in_order[-1].source,
         module=ops[-1].module if ops else "",
         fix=f"Use {siblings[0]} where it belongs.",
     )
@@ -126,24 +135,29 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
         if first == place or len(memory) < 2 * len(SIDES):
             continue
         if _is_projected_anew(attention.branches[first], turn):
-            yield Finding(
-                "parameters",
-                f"Heads {first} and {place} are the same head: they share their weights.",
-                "W_q, W_k and W_v of both heads are in the same memory.",
-                source=turn.score_product.op.source,
-                fix="Create each head separately: [Head() for _ in range(heads)] instead of [Head()] * heads.",
-            )
+            yield _same_head(turn, first, place)
             return
+
+
+def _same_head(turn: Attention, first: int, second: int) -> Finding:
+    return Finding(
+        "parameters",
+        f"Heads {first} and {second} are the same head: they share their weights.",
+        "W_q, W_k and W_v of both heads are in the same memory.",
+        source=turn.score_product.op.source,
+        fix="Create each head separately: [Head() for _ in range(heads)] instead of [Head()] * heads.",
+    )
 
 
 def _memory_of(turn: Attention) -> tuple[object, ...]:
     """Return where the inputs of the projections of a head are in memory, and where its piece of each begins."""
     memory: list[object] = []
     for side in SIDES:
-        if side in turn.projections:
-            start = turn.stages[f"{side[0]}_heads"].offset
-            for tensor in turn.projections[side].inputs:
-                memory.append((side, tensor.storage, tensor.offset, tensor.shape, start))
+        if side not in turn.projections:
+            continue
+        start = turn.stages[f"{side[0]}_heads"].offset
+        for tensor in turn.projections[side].inputs:
+            memory.append((side, tensor.storage, tensor.offset, tensor.shape, start))
     return tuple(memory)
 
 
@@ -204,26 +218,40 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
     """Yield packed projections with unread features: one of q, k and v uses the part of another."""
     if attention.branches:
         return
-    packed = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
-    for side in SIDES:
-        op = attention.projections.get(side)
-        if op is None or packed.pop(op.index, 0) < 2:
-            continue
+    for side, op in _packed_projections(attention).items():
         weight = weight_of(evidence, op)
-        name = weight.name if weight is not None else ""
+        name = "" if weight is None else weight.name
         unread = readers.unread_features(op)
         for reader in readers.ops.get(name, ()):
             if evidence.run.graph.is_projection(reader):
                 unread &= readers.unread_features(reader)
+        head_dim = attention.stages[f"{side[0]}_heads"].shape[-1]
         features = op.output.shape[-1]
-        if attention.stages[f"{side[0]}_heads"].shape[-1] <= len(unread) < features:
+        if head_dim <= len(unread) < features:
             readers.mentioned.add(name)
-            yield Finding(
-                "parameters",
-                f"{len(unread)} of the {features} output features of {name or 'the projection'} are unused: query, key "
-                "and value do not use three separate parts.",
-                f"The output does not depend on features {shortened(spans(unread), 60)}.",
-                source=op.source,
-                module=attention.module,
-                fix="Take query, key and value from separate parts.",
-            )
+            yield _unread_part(attention, op, name, unread)
+
+
+def _packed_projections(attention: Attention) -> dict[str, Op]:
+    """Return each projection that makes several of query, key and value, with the first of these."""
+    counts = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
+    packed: dict[str, Op] = {}
+    for side in SIDES:
+        op = attention.projections.get(side)
+        # Its count is removed, so that further sides of one operation are skipped.
+        if op is not None and counts.pop(op.index, 0) > 1:
+            packed[side] = op
+    return packed
+
+
+def _unread_part(attention: Attention, op: Op, name: str, unread: set[int]) -> Finding:
+    projection = name or "the projection"
+    return Finding(
+        "parameters",
+        f"{len(unread)} of the {op.output.shape[-1]} output features of {projection} are unused: query, key and value "
+        "do not use three separate parts.",
+        f"The output does not depend on features {shortened(spans(unread), 60)}.",
+        source=op.source,
+        module=attention.module,
+        fix="Take query, key and value from separate parts.",
+    )

@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...record.ops import Op, Recording
+from ...record.ops import Op, Recording, TensorRef
 from .evidence import Evidence
 
 _LARGEST = 1 << 24
@@ -22,31 +22,37 @@ class Readers:
 
     def __init__(self, evidence: Evidence) -> None:
         recording = evidence.run.recording
-        self._graph, self._module = evidence.run.graph, evidence.subject.module
-        reading = _reading_ops(recording)
+        self._graph = evidence.run.graph
+        self._module = evidence.subject.module
         self._read = [named.tensor for named in recording.outputs]
+        """The tensors that something reads."""
         calls: dict[int, dict[int, Op]] = defaultdict(dict)
-        for op in reading:
+        for op in _reading_ops(recording):
             if op.kind == "view":
                 continue
+            self._read += op.inputs
             for tensor in op.inputs:
-                self._read.append(tensor)
                 calls[tensor.storage].setdefault(op.call, op)
-        self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
-        self.ops = {named.name: [*calls[named.tensor.storage].values()] for named in recording.parameters}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.ops: dict[str, list[Op]] = {}
         """Parameter to the operations that use it, one per call."""
+        for named in recording.parameters:
+            self.shapes[named.name] = named.tensor.shape
+            self.ops[named.name] = list(calls[named.tensor.storage].values())
         self.mentioned: set[str] = set()
         """Parameters and modules that a finding already names."""
 
     def owners(self, name: str) -> set[str]:
         """Return the module of a parameter, and the module that runs that one: lists are not run."""
-        path, owners = name.split(".")[:-1], set[str]()
-        for _ in range(2):
-            while path and isinstance(self._module.get_submodule(".".join(path)), _LISTS):
-                path.pop()
-            owners.add(".".join(path))
+        module = self._run_module(name.split(".")[:-1])
+        parent = self._run_module(module[:-1])
+        return {".".join(module), ".".join(parent)}
+
+    def _run_module(self, path: list[str]) -> list[str]:
+        """Return the path of the innermost module on a path that is run: lists are not."""
+        while path and isinstance(self._module.get_submodule(".".join(path)), _LISTS):
             path = path[:-1]
-        return owners
+        return path
 
     def unread(self) -> list[str]:
         """Return unused parameters that no finding names yet."""
@@ -59,17 +65,28 @@ class Readers:
     def unread_features(self, projection: Op) -> set[int]:
         """Return the output features of a projection, after its bias, that no operation reads."""
         result = self._graph.after_projection(projection)
-        if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
+        if result.numel > _LARGEST or not _is_contiguous(result):
             return set()
-        read = torch.zeros(result.offset + result.numel, dtype=torch.bool)
+        memory = torch.zeros(result.offset + result.numel, dtype=torch.bool)
         for tensor in self._read:
             if tensor.storage == result.storage and tensor.shape and tensor.numel:
-                # A complex number covers two features.
-                parts = max(tensor.itemsize // result.itemsize, 1)
-                strides = *(stride * parts for stride in tensor.stride), 1
-                read.as_strided((*tensor.shape, parts), strides, tensor.offset * parts).fill_(True)
-        by_feature = read[result.offset :].reshape(-1, result.shape[-1]).any(0)
-        return {int(place) for place in (~by_feature).nonzero().flatten()}
+                _mark(memory, tensor, result.itemsize)
+        by_feature = memory[result.offset :].reshape(-1, result.shape[-1]).any(0)
+        return set((~by_feature).nonzero().flatten().tolist())
+
+
+def _is_contiguous(tensor: TensorRef) -> bool:
+    """Return whether the elements of a tensor lie one after the other."""
+    return tensor.stride == torch.empty(tensor.shape, device="meta").stride()
+
+
+def _mark(memory: Tensor, tensor: TensorRef, itemsize: int) -> None:
+    """Set the elements of a memory that a tensor covers, in numbers of `itemsize` bytes."""
+    # A complex number covers two features.
+    parts = max(tensor.itemsize // itemsize, 1)
+    strides = [stride * parts for stride in tensor.stride]
+    covered = memory.as_strided((*tensor.shape, parts), (*strides, 1), tensor.offset * parts)
+    covered.fill_(True)
 
 
 def _reading_ops(recording: Recording) -> list[Op]:
@@ -80,10 +97,13 @@ def _reading_ops(recording: Recording) -> list[Op]:
     for op in reversed(recording.ops):
         is_read = any(tensor.id in tensors for tensor in op.outputs)
         # What is written into the memory of an input or a buffer may be read in a later run.
-        if is_read or (op.kind == "write" and op.inputs and op.inputs[0].storage in storages):
-            reading.append(op)
-            tensors.update(tensor.id for tensor in op.inputs)
-            storages.update(tensor.storage for tensor in op.inputs)
+        is_kept = op.kind == "write" and op.inputs and op.inputs[0].storage in storages
+        if not is_read and not is_kept:
+            continue
+        reading.append(op)
+        for tensor in op.inputs:
+            tensors.add(tensor.id)
+            storages.add(tensor.storage)
     return reading
 
 
@@ -99,10 +119,11 @@ class Weight:
 
 def weight_of(evidence: Evidence, op: Op) -> Weight | None:
     """Return the weight of a projection; None if it is no parameter."""
-    graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
+    graph = evidence.run.graph
+    parameters = evidence.run.recording.parameter_storages
     for tensor in reversed(op.inputs):
-        storage = graph.before_moves(tensor).storage  # einsum copies a weight by head
-        if storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
-            parameter = storages[storage]
-            return Weight(parameter.name, is_whole=tensor.numel == parameter.tensor.numel)
+        parameter = parameters.get(graph.before_moves(tensor).storage)  # einsum copies a weight by head
+        if parameter is None or len(tensor.shape) < 2 or not graph.is_weight(tensor):
+            continue
+        return Weight(parameter.name, is_whole=tensor.numel == parameter.tensor.numel)
     return None

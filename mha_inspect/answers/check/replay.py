@@ -6,8 +6,9 @@ contains, whatever reshapes, norms, rotations and caches are in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention, features_place
+from ...graph.products import Product
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
@@ -27,6 +29,8 @@ Row = tuple[int, int]
 SIDES = ("query", "key", "value")
 _MOST = 64
 """The largest number of slices of a projection to follow."""
+_OF_HEADS = frozenset(("heads", "kv_heads", "group"))
+"""Names of axes that count heads."""
 
 
 class Recorded(Protocol):
@@ -73,10 +77,18 @@ def content_of(evidence: Recorded, tensor: TensorRef) -> Tensor:
 def again(evidence: Recorded, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     with torch.no_grad():
-        if value.stride() != source.stride and 0 not in source.stride:  # views go by the recorded layout
-            laid_out = torch.empty_strided(source.shape, source.stride, dtype=value.dtype, device=value.device)
-            value = laid_out.copy_(value)
+        value = _laid_out_as(source, value)
         return replayed(evidence, {source.id: value}, target)[target.id]
+
+
+def _laid_out_as(recorded: TensorRef, value: Tensor) -> Tensor:
+    """Return a value with the strides of a recorded tensor: views go by the recorded layout."""
+    if value.stride() == recorded.stride:
+        return value
+    if 0 in recorded.stride:  # an expanded tensor cannot be written
+        return value
+    laid_out = torch.empty_strided(recorded.shape, recorded.stride, dtype=value.dtype, device=value.device)
+    return laid_out.copy_(value)
 
 
 def replayed(evidence: Recorded, values: Mapping[int, Tensor], target: TensorRef) -> dict[int, Tensor]:
@@ -84,22 +96,31 @@ def replayed(evidence: Recorded, values: Mapping[int, Tensor], target: TensorRef
 
     Raise `LostError` if one cannot be computed.
     """
-    computed, graph = dict(values), evidence.run.graph
+    graph = evidence.run.graph
+    computed = dict(values)
     for op in between(graph.recording, {*values}, target):
-
-        def content(tensor: TensorRef, op: Op = op) -> Tensor:
-            value = computed[tensor.id] if tensor.id in computed else content_of(evidence, tensor)
-            value = value.clone() if value.is_inference() else value  # autograd rejects one of inference mode
-            return _in_memory(evidence, op, value) if op.kind == "write" and tensor is op.inputs[0] else value
-
+        content = partial(_operand, evidence, computed, op)
         try:
             results = run_again(graph, op, content)
         except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
-        computed.update({number: result for number, result in results.items() if number not in values})
+        for number, result in results.items():
+            if number not in values:
+                computed[number] = result
     if target.id not in computed:
         raise LostError
     return computed
+
+
+def _operand(evidence: Recorded, computed: Mapping[int, Tensor], op: Op, tensor: TensorRef) -> Tensor:
+    """Return the value that an operation reads: the recomputed one, else the recorded one."""
+    value = computed.get(tensor.id)
+    if value is None:
+        value = content_of(evidence, tensor)
+    if value.is_inference():
+        value = value.clone()  # autograd rejects a tensor of inference mode
+    is_written = op.kind == "write" and tensor is op.inputs[0]
+    return _in_memory(evidence, op, value) if is_written else value
 
 
 def _in_memory(evidence: Recorded, op: Op, value: Tensor) -> Tensor:
@@ -107,17 +128,24 @@ def _in_memory(evidence: Recorded, op: Op, value: Tensor) -> Tensor:
     written = op.inputs[0]
     tensors = [written, *evidence.run.graph.results(op)]
     size = max(map(_end_of, tensors))
-    is_laid_out = (value.storage_offset(), value.stride()) == (written.offset, written.stride)
-    if is_laid_out and value.untyped_storage().nbytes() >= size * value.itemsize:
+    if _is_in_memory(written, size, value):
         return value
     memory = value.new_zeros(size)
     for tensor in tensors:
         content = evidence.content(tensor)
         if content is not None:
-            memory.as_strided(tensor.shape, tensor.stride, tensor.offset).copy_(content)
+            place = memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
+            place.copy_(content)
     in_memory = memory.as_strided(written.shape, written.stride, written.offset)
     in_memory.copy_(value)
     return in_memory
+
+
+def _is_in_memory(written: TensorRef, size: int, value: Tensor) -> bool:
+    """Return whether a value lies as the recorded tensor did, in a memory of at least `size` elements."""
+    if value.storage_offset() != written.offset or value.stride() != written.stride:
+        return False
+    return value.untyped_storage().nbytes() >= size * value.itemsize
 
 
 def _end_of(tensor: TensorRef) -> int:
@@ -131,18 +159,104 @@ def _end_of(tensor: TensorRef) -> int:
 def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
     """Return which elements of `target` change when the marked elements of `source` change."""
     value = content_of(evidence, source)
-    base = again(evidence, source, value, target)
-    moved = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
-    return (base != moved) & ~(base.isnan() & moved.isnan())
+    moved = torch.where(marks, value + 1 + value.abs(), value)
+    before = again(evidence, source, value, target)
+    after = again(evidence, source, moved, target)
+    both_nan = before.isnan() & after.isnan()
+    return (before != after) & ~both_nan
 
 
 def factors_of(attention: Attention) -> dict[str, TensorRef]:
     """Return the factors of the two products that come from the keys and from the values."""
-    scores, values = attention.score_product, attention.value_product
-    return {
-        "key": scores.left if attention.key_first else scores.right,
-        "value": values.left if attention.value_first else values.right,
-    }
+    return {"key": _factor_of(attention, "key"), "value": _factor_of(attention, "value")}
+
+
+def _factor_of(attention: Attention, side: str) -> TensorRef:
+    """Return the factor of a product that comes from the queries, the keys or the values."""
+    product = _product_of(attention, side)
+    return product.left if _is_left(attention, side) else product.right
+
+
+def _product_of(attention: Attention, side: str) -> Product:
+    """Return the product that a side is a factor of."""
+    return attention.value_product if side == "value" else attention.score_product
+
+
+def _is_left(attention: Attention, side: str) -> bool:
+    """Return whether a side is the left factor of its product."""
+    if side == "value":
+        return attention.value_first
+    if side == "key":
+        return attention.key_first
+    return not attention.key_first
+
+
+def _position_axis(side: str, *, is_left: bool) -> int:
+    """Return the dimension of the positions in a factor of a product.
+
+    The last dimension of the left factor is contracted: in the scores it has features, in the value product positions.
+    """
+    if side == "value":
+        return -1 if is_left else -2
+    return -2 if is_left else -1
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where tokens are followed from: the first tensor of a side."""
+
+    source: TensorRef
+    features: int
+    """The feature dimension."""
+    by_head: int | None
+    """The dimension that counts heads; None if their features are side by side."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The sizes without features and heads, e.g. `batch position`."""
+        shape = self.source.shape
+        feature_axis = self.features % len(shape)
+        sizes = []
+        for axis, size in enumerate(shape):
+            if axis not in (feature_axis, self.by_head):
+                sizes.append(size)
+        return tuple(sizes)
+
+
+def _start_of(evidence: Recorded, attention: Attention, names: AxisNames, side: str, *, from_first: bool) -> _Start:
+    """Return where a side begins: after its projection; with `from_first` after the first of successive ones.
+
+    Raise `LostError` without a tensor of tokens and features.
+    """
+    stage = f"{side[0]}_proj"
+    if stage not in attention.stages:
+        stage = side
+    of_stage = source = attention.stages.get(stage)
+    projection = attention.projections.get(side)
+    if from_first and attention.earlier.get(side):
+        projection = attention.earlier[side][0]
+        source = evidence.run.graph.after_projection(projection)
+    if source is None or len(source.shape) < 2:
+        raise LostError
+    features = features_place(projection, len(source.shape))
+    if projection is not None and features == 1 and source.shape[1] != projection.output.shape[1]:
+        raise LostError  # a view has split the features
+    by_head = None
+    if source is of_stage:
+        by_head = _axis_of_heads(dims_of(names.of_stage(stage))[:-1])
+    return _Start(source, features, by_head)
+
+
+def _axis_of_heads(dims: Sequence[Sequence[str]]) -> int | None:
+    """Return the first dimension that counts heads alone; None without one.
+
+    >>> _axis_of_heads([["batch"], ["kv_heads", "group"], ["query"]])
+    1
+    """
+    for axis, words in enumerate(dims):
+        if words and _OF_HEADS.issuperset(words):
+            return axis
+    return None
 
 
 class Factor:
@@ -155,32 +269,30 @@ class Factor:
 
         Raise `LostError` without a projection of tokens or a matrix product.
         """
-        product = attention.value_product if side == "value" else attention.score_product
-        stage = f"{side[0]}_proj" if f"{side[0]}_proj" in attention.stages else side
-        source = attention.stages.get(stage)
-        projection = attention.projections.get(side)
-        if from_first and attention.earlier.get(side):
-            projection = attention.earlier[side][0]
-            source = evidence.run.graph.after_projection(projection)
-        if source is None or not product.multiply.does("product") or len(source.shape) < 2:
+        if not _product_of(attention, side).multiply.does("product"):
             raise LostError
-        self.features = features_place(projection, len(source.shape))
+        start = _start_of(evidence, attention, names, side, from_first=from_first)
+        self.evidence = evidence
+        self.source = start.source
+        self.target = _factor_of(attention, side)
+        self.features = start.features
         """The feature dimension of the source."""
-        if projection is not None and self.features == 1 and source.shape[1] != projection.output.shape[1]:
-            raise LostError  # a view has split the features
-        left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
-        self.evidence, self.source, self.target = evidence, source, product.left if left else product.right
-        # The contracted dimension is the last of the left factor; in the value product it counts positions.
-        self.rows = -2 if left != (side == "value") else -1
-        """The position dimension of the target."""
-        self.width = max(self.target.shape[-3 - self.rows] if side == "value" else names.head_dim, 1)
-        """The number of features per head."""
-        axes = dims_of(names.of_stage(stage))[:-1] if source is attention.stages.get(stage) else []
-        by_head = (place for place, dim in enumerate(axes) if dim and {*dim} <= {"heads", "kv_heads", "group"})
-        self.by_head = next(by_head, None)
+        self.by_head = start.by_head
         """The dimension of the source that counts heads; None if their features are side by side."""
-        apart = (self.features % len(source.shape), self.by_head)
-        self.tokens = tuple(size for place, size in enumerate(source.shape) if place not in apart)
+        self.tokens = start.tokens
+        """The sizes of the source without features and heads."""
+        self.rows = _position_axis(side, is_left=_is_left(attention, side))
+        """The position dimension of the target."""
+        width = names.head_dim
+        if side == "value":
+            width = self.target.shape[self._features_of_target]
+        self.width = max(width, 1)
+        """The number of features per head."""
+
+    @property
+    def _features_of_target(self) -> int:
+        """The feature dimension of the target: the last two are positions and features, in either order."""
+        return -1 if self.rows == -2 else -2
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token from its flat number."""
@@ -190,31 +302,53 @@ class Factor:
         """Return the rows that change when features of a token change."""
         return self._rows_of(self._changed(token, self.target, start, stop))
 
+    def rows_of(self, token: tuple[int, ...]) -> set[int]:
+        """Return the rows that change when a token changes, in any batch item and head."""
+        rows = set()
+        for _, row in self.changed(token):
+            rows.add(row)
+        return rows
+
     def _moved(self, token: tuple[int, ...], start: int, stop: int) -> set[Row]:
         """Return the rows that change when features of a token change places: a norm over all heads stays the same."""
         value = content_of(self.evidence, self.source)
-        drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        draw = torch.Generator().manual_seed(0)
+        drawn = torch.randn(value.shape, generator=draw).to(value)
         rolled = drawn.clone()
         features = rolled.movedim(self.features, -1)[token][start:stop]
         features.copy_(features.roll(1))
-        base = again(self.evidence, self.source, drawn, self.target).double()
-        moved = again(self.evidence, self.source, rolled, self.target).double()
-        near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * float(base.abs().max())
-        return self._rows_of((base - moved).abs() > near)
+        before = again(self.evidence, self.source, drawn, self.target).double()
+        after = again(self.evidence, self.source, rolled, self.target).double()
+        rounding = 16 * torch.finfo(value.dtype).eps
+        near = max(1e-3, rounding) * float(before.abs().max())
+        return self._rows_of((before - after).abs() > near)
 
     def _rows_of(self, marks: Tensor) -> set[Row]:
-        by_row = marks.any(dim=-1 if self.rows == -2 else -2)
-        return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
+        """Return the rows of the target with a marked element."""
+        by_row = marks.any(self._features_of_target)
+        by_group = by_row.reshape(-1, by_row.shape[-1])
+        return {(group, row) for group, row in by_group.nonzero().tolist()}
 
     def changes(self, token: tuple[int, ...], target: TensorRef) -> bool:
         """Return whether a tensor changes with a token."""
         return bool(self._changed(token, target).any())
 
     def _changed(self, token: tuple[int, ...], target: TensorRef, start: int = 0, stop: int | None = None) -> Tensor:
-        marks, index, pieces = torch.zeros(self.source.shape, dtype=torch.bool), list[Any](token), slice(start, stop)
-        index.insert(len(index) if self.by_head is None else self.by_head, pieces)
-        marks.movedim(self.features, -1)[tuple(index)] = True
-        return changed_by(self.evidence, self.source, marks.to(content_of(self.evidence, self.source).device), target)
+        """Return which elements of a tensor change when features of a token change, or its heads if they are apart."""
+        content = content_of(self.evidence, self.source)
+        marks = torch.zeros(self.source.shape, dtype=torch.bool)
+        features_last = marks.movedim(self.features, -1)
+        features_last[self._index_of(token, slice(start, stop))] = True
+        return changed_by(self.evidence, self.source, marks.to(content.device), target)
+
+    def _index_of(self, token: tuple[int, ...], pieces: slice) -> tuple[Any, ...]:
+        """Return the index of some features of a token in the source, whose features come last; or of some heads."""
+        index: list[Any] = list(token)
+        if self.by_head is None:
+            index.append(pieces)
+        else:
+            index.insert(self.by_head, pieces)
+        return tuple(index)
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
         """Return the first feature of each slice of a token that reaches the target, with the rows that contain it.
@@ -223,14 +357,19 @@ class Factor:
         of their own are counted instead.
         """
         if self.by_head is not None:
-            return self._reached(token, range(self.source.shape[self.by_head]))
+            heads = self.source.shape[self.by_head]
+            return self._reached(token, range(heads))
         features = self.source.shape[self.features]
-        starts = range(0, features, self.width) if features <= _MOST * self.width else range(0)
-        return self._reached(token, starts)
+        if features > _MOST * self.width:
+            return {}
+        return self._reached(token, range(0, features, self.width))
 
     def in_piece(self, token: tuple[int, ...], start: int) -> dict[int, set[Row]]:
         """Return each feature of a slice that begins at `start`, with the rows that contain it."""
-        return self._reached(token, range(start, start + min(self.width, _MOST) * (self.by_head is None)))
+        if self.by_head is not None:
+            return {}
+        count = min(self.width, _MOST)
+        return self._reached(token, range(start, start + count))
 
     def _reached(self, token: tuple[int, ...], starts: range) -> dict[int, set[Row]]:
         """Return the rows that contain each slice of a token that reaches any, by its first feature."""
@@ -239,9 +378,10 @@ class Factor:
             rows = self.changed(token, start, start + starts.step)
             if rows:
                 reached[start] = rows
-        if starts.step > 1 and len(reached) > 1 and len({*map(frozenset, reached.values())}) == 1:
-            return {start: self._moved(token, start, start + starts.step) for start in reached}
-        return reached
+        if starts.step == 1 or not _are_alike(reached):
+            return reached
+        # A norm over all heads mixes the slices: a change that leaves the norm as it is shows them apart.
+        return {start: self._moved(token, start, start + starts.step) for start in reached}
 
 
 def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int | None:
@@ -252,7 +392,7 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
         token = _token_of_first_query(attention, key, query)
         if token is None:
             return None
-        rows = {row for _, row in key.changed(key.token(token))}
+        rows = key.rows_of(key.token(token))
     except LostError:
         return None
     return rows.pop() if len(rows) == 1 else None
@@ -263,11 +403,23 @@ def _token_of_first_query(attention: Attention, key: Factor, query: Factor) -> i
     count = prod(key.tokens)
     if count != prod(query.tokens):
         count = 1
-    if count == 1:
-        shapes = {attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages}
-        if len(shapes) > 1:
-            return None  # e.g. a prefix is joined before the projection
+    if count == 1 and not _have_same_positions(attention):
+        return None  # e.g. a prefix is joined before the projection
     for token in range(count):
-        if any(row == 0 for _, row in query.changed(query.token(token))):
+        if 0 in query.rows_of(query.token(token)):
             return token
     return 0
+
+
+def _have_same_positions(attention: Attention) -> bool:
+    """Return whether the query and the key that are projected have equal sizes but for features, or one is unknown."""
+    query, key = attention.stages.get("query"), attention.stages.get("key")
+    if query is None or key is None:
+        return True
+    return query.shape[:-1] == key.shape[:-1]
+
+
+def _are_alike(reached: Mapping[int, set[Row]]) -> bool:
+    """Return whether several slices reach the same rows."""
+    all_rows = list(reached.values())
+    return len(all_rows) > 1 and all(rows == all_rows[0] for rows in all_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,14 +35,16 @@ _MOST_TOKENS = 64
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
     first = first_key(evidence, attention, names)
-    shifted = list(_of_offsets(evidence, attention, names, first))
+    of_offsets = list(_of_offsets(evidence, attention, names, first))
     try:
-        found = list(_of_rows(evidence, attention, names)) or shifted
-        yield from found or frequencies_off(evidence, attention, names)
+        findings = list(_of_rows(evidence, attention, names)) or of_offsets
+        if not findings:
+            findings = list(frequencies_off(evidence, attention, names))
+        yield from findings
     except LostError:
-        if not shifted:
+        if not of_offsets:
             raise
-        yield from shifted
+        yield from of_offsets
 
 
 def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
@@ -70,9 +73,14 @@ class _RotatedSide:
         return _vary(self.rows)
 
     @property
+    def count(self) -> int:
+        """The number of positions."""
+        return self.rows.shape[1]
+
+    @property
     def is_rotated(self) -> bool:
         """Whether its rows differ by position; at a single position, whether it is multiplied by cosines and sines."""
-        return self.varies if self.rows.shape[1] > 1 else self.op is not None
+        return self.varies if self.count > 1 else self.op is not None
 
 
 def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
@@ -84,9 +92,15 @@ def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
         return
     sides = _rotated_sides(factors, ops, names)
     yield from _of_scores(evidence, sides["query"], sides["key"])
-    value = sides["value"]
-    keeps_norms = not _vary(value.rows.norm(dim=-1, keepdim=True))
-    if value.op is None or not value.varies or not keeps_norms or _is_rotated_back(evidence, attention):
+    yield from _of_values(evidence, attention, sides["value"])
+
+
+def _of_values(evidence: Evidence, attention: Attention, value: _RotatedSide) -> Iterator[Finding]:
+    """Yield the fault that the values are rotated, and the context is not rotated back."""
+    if value.op is None or not value.varies:
+        return
+    has_equal_norms = not _vary(value.rows.norm(dim=-1, keepdim=True))
+    if not has_equal_norms or _is_rotated_back(evidence, attention):
         return
     yield _finding(
         value.op,
@@ -100,35 +114,61 @@ def _rotated_sides(
     factors: Mapping[str, Factor], ops: Mapping[str, Op | None], names: AxisNames
 ) -> dict[str, _RotatedSide]:
     """Return the rows of each side for two tokens. Raise `LostError` if the sides have different numbers of them."""
-    drawn = {}
+    drawn: dict[str, _RotatedSide] = {}
     for side, factor in factors.items():
-        first, second = (_of_equal_tokens(factor, seed=seed) for seed in (1, 2))
+        first = _of_equal_tokens(factor, seed=1)
+        second = _of_equal_tokens(factor, seed=2)
         if side == "query":
-            first, second = _once(first, names.lengths[0]), _once(second, names.lengths[0])
-        drawn[side] = first, second
-    # Other rows are of a cache, of tokens that are joined, or of zeros that pad a sequence to whole windows.
-    of_tokens = {side: (first != second).flatten(2).any(-1).any(0) for side, (first, second) in drawn.items()}
-    if len({marks.shape for marks in of_tokens.values()}) == 1:
-        in_all = torch.stack([*of_tokens.values()]).all(0)
-        of_tokens = dict.fromkeys(of_tokens, in_all)
+            first = _once(first, names.lengths[0])
+            second = _once(second, names.lengths[0])
+        drawn[side] = _RotatedSide(side, factor, ops[side], first, second)
+    of_tokens = _rows_of_tokens(drawn)
     if len({int(marks.sum()) for marks in of_tokens.values()}) != 1:
         raise LostError
     sides = {}
-    for side, (first, second) in drawn.items():
+    for side, rotated in drawn.items():
         marks = of_tokens[side]
-        sides[side] = _RotatedSide(side, factors[side], ops[side], first[:, marks], second[:, marks])
+        sides[side] = replace(rotated, rows=rotated.rows[:, marks], other_rows=rotated.other_rows[:, marks])
     return sides
+
+
+def _rows_of_tokens(sides: Mapping[str, _RotatedSide]) -> dict[str, Tensor]:
+    """Return for each side which rows differ between two tokens; if there are as many, which differ in all sides.
+
+    Other rows are of a cache, of tokens that are joined, or of zeros that pad a sequence to whole windows.
+    """
+    of_tokens = {}
+    for side, rotated in sides.items():
+        differ = rotated.rows != rotated.other_rows  # group row ...
+        of_tokens[side] = differ.flatten(2).any(-1).any(0)
+    if len({marks.shape for marks in of_tokens.values()}) > 1:
+        return of_tokens
+    in_all = torch.stack([*of_tokens.values()]).all(0)
+    return dict.fromkeys(of_tokens, in_all)
 
 
 def _once(rows: Tensor, length: int) -> Tensor:
     """Return the rows of each position once, where those of heads that share a key are beside each other, and equal."""
-    for shape, place in (((-1, length), 1), ((length, -1), 2)):
-        heads = rows[None]
-        if rows.shape[1] % length == 0:
-            heads = rows.reshape(len(rows), *shape, rows.shape[-1]).movedim(place, 0)
-        if bool(((heads - heads[0]).abs() <= _NEAR * heads.abs().max()).all()):
+    for heads in (_heads_first(rows, length), _heads_last(rows, length)):
+        largest = heads.abs().max()
+        apart = (heads - heads[0]).abs()
+        if bool((apart <= _NEAR * largest).all()):
             return heads[0]
     return rows
+
+
+def _heads_first(rows: Tensor, length: int) -> Tensor:
+    """Return `head group row feature` from `group (head row) feature`; one head if the rows do not divide."""
+    if rows.shape[1] % length:
+        return rows[None]
+    return rows.reshape(len(rows), -1, length, rows.shape[-1]).movedim(1, 0)
+
+
+def _heads_last(rows: Tensor, length: int) -> Tensor:
+    """Return `head group row feature` from `group (row head) feature`; one head if the rows do not divide."""
+    if rows.shape[1] % length:
+        return rows[None]
+    return rows.reshape(len(rows), length, -1, rows.shape[-1]).movedim(2, 0)
 
 
 def _is_rotated_back(evidence: Evidence, attention: Attention) -> bool:
@@ -143,75 +183,83 @@ def _is_rotated_back(evidence: Evidence, attention: Attention) -> bool:
 
 def _of_scores(evidence: Evidence, query: _RotatedSide, key: _RotatedSide) -> Iterator[Finding]:
     """Yield the first fault in the rotation of queries and keys."""
-    if key.rows.shape[1] <= 1 and (key.is_rotated or not query.is_rotated):
+    if key.count <= 1 and (key.is_rotated or not query.is_rotated):
         raise LostError  # at one position, the cosines of one pair of features are one number
     if query.is_rotated and not key.is_rotated:
         yield from _one_sided(query, key)
-    elif key.is_rotated and not query.is_rotated:
+        return
+    if key.is_rotated and not query.is_rotated:
         yield from _one_sided(key, query)
-    elif query.op is not None and key.op is not None and not query.is_rotated:
+        return
+    if query.op is None or key.op is None:
+        return
+    if not query.is_rotated:
         yield from _not_by_position(evidence, query, key)
-    elif query.op is not None and key.op is not None and query.rows.shape[1:] == key.rows.shape[1:]:
+    elif query.rows.shape[1:] == key.rows.shape[1:]:
         yield from _unlike_rotations(query, key)
 
 
-def _one_sided(rotated: _RotatedSide, other: _RotatedSide) -> Iterator[Finding]:
+def _one_sided(rotated: _RotatedSide, plain: _RotatedSide) -> Iterator[Finding]:
     """Yield the fault that the query is rotated and the key is not, or the key alone."""
     if rotated.op is None:
         return
-    if other.rows.shape[1] > 1:
-        proof = f"Equal tokens at all positions give equal {other.side} heads and rotated {rotated.side} heads."
+    if plain.count > 1:
+        proof = f"Equal tokens at all positions give equal {plain.side} heads and rotated {rotated.side} heads."
     else:
-        proof = f"The {rotated.side} is multiplied by cosines and sines, but the {other.side} is not."
+        proof = f"The {rotated.side} is multiplied by cosines and sines, but the {plain.side} is not."
     yield _finding(
         rotated.op,
-        f"The {rotated.side} is rotated and the {other.side} is not, so the scores depend on absolute positions.",
+        f"The {rotated.side} is rotated and the {plain.side} is not, so the scores depend on absolute positions.",
         proof,
-        f"Rotate the {other.side} too.",
+        f"Rotate the {plain.side} too.",
     )
 
 
 def _unlike_rotations(query: _RotatedSide, key: _RotatedSide) -> Iterator[Finding]:
     """Yield the fault that the score of a position with itself depends on the position."""
+    if query.op is None:
+        return
     groups = min(len(query.rows), len(key.rows))
-    q, k = query.rows[:groups], key.other_rows[:groups]
-    products, size = (q * k).sum(-1), q.norm(dim=-1) * k.norm(dim=-1)
-    angle = products / size.clamp(min=1e-12)
-    # An opened kernel computes in float32 what was rotated in another dtype.
-    precisions = [torch.finfo(getattr(torch, end.dtype)).eps for end in (query.factor.source, query.factor.target)]
-    near = max(_NEAR, 8 * max(precisions))
+    queries = query.rows[:groups]
+    keys = key.other_rows[:groups]
+    products = (queries * keys).sum(-1)
+    sizes = queries.norm(dim=-1) * keys.norm(dim=-1)
+    angles = products / sizes.clamp(min=1e-12)
+    largest = float(sizes.max())
+    near = max(_NEAR, 8 * _rounding_of(query.factor))
     # Scores that are scaled by position (e.g. for long sequences) keep their angle.
-    if query.op is None or _spread(products) <= near * float(size.max()) or _spread(angle) <= near:
+    if _spread(products) <= near * largest or _spread(angles) <= near:
         return
     yield _finding(
         query.op,
         "Scores depend on absolute positions: queries and keys are rotated differently, or a pair's features are "
         "scaled differently. Typical causes: one rotates halves and the other pairs, or a sign is flipped.",
         "With the same query and key at all positions, the score of a position with itself varies by "
-        f"{_spread(products):.3g}; the largest possible score is {float(size.max()):.3g}.",
+        f"{_spread(products):.3g}; the largest possible score is {largest:.3g}.",
         "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
     )
+
+
+def _rounding_of(factor: Factor) -> float:
+    """Return the rounding of a factor: an opened kernel computes in float32 what was rotated in another dtype."""
+    source = torch.finfo(getattr(torch, factor.source.dtype))
+    target = torch.finfo(getattr(torch, factor.target.dtype))
+    return max(source.eps, target.eps)
 
 
 def _not_by_position(evidence: Evidence, query: _RotatedSide, key: _RotatedSide) -> Iterator[Finding]:
     """Yield a fault if equal tokens have equal rows at all positions, although an operation rotates them."""
     if query.op is None:
         return
-    q, k = query.rows, key.rows
-    if _vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1)):
-        axis = _turned_by(key.factor, k)
+    if _vary(query.rows.transpose(0, 1)) and _vary(key.rows.transpose(0, 1)):
+        axis = _turned_by(key.factor, key.rows)
         if axis:
-            yield _finding(
-                query.op,
-                f"The rotation depends on the {axis} instead of the position.",
-                f"Equal tokens give equal queries at all positions, and rotated queries in other {axis}s.",
-                "Rotate along the position axis.",
-            )
+            yield _by_axis(query.op, axis)
         return
-    largest = max(_spread(q) / float(q.abs().max()), _spread(k) / float(k.abs().max()))
-    if largest >= _SAME:
+    if _relative_spread(query.rows) >= _SAME or _relative_spread(key.rows) >= _SAME:
         return
-    is_given = any(evidence.run.graph.inputs_of(table.tensor) for table in _tables(evidence, key.factor))
+    tables = _tables(evidence, key.factor)
+    is_given = any(evidence.run.graph.inputs_of(table.tensor) for table in tables)
     finding = _finding(
         query.op,
         "All positions are rotated by the same angles, so the rotation has no effect on the scores.",
@@ -221,29 +269,56 @@ def _not_by_position(evidence: Evidence, query: _RotatedSide, key: _RotatedSide)
     yield replace(finding, sure=not is_given)
 
 
+def _by_axis(op: Op, axis: str) -> Finding:
+    return _finding(
+        op,
+        f"The rotation depends on the {axis} instead of the position.",
+        f"Equal tokens give equal queries at all positions, and rotated queries in other {axis}s.",
+        "Rotate along the position axis.",
+    )
+
+
 def _turned_by(key: Factor, rows: Tensor) -> str:
     """Return whether rows, `group row feature`, differ by `head` or by `batch item`; empty if it is unknown."""
     items = _groups_of_items(key)
-    if sum(map(len, items)) != len({group for groups in items for group in groups}):
+    counted = Counter[int]()
+    for groups in items:
+        counted.update(groups)
+    if any(count > 1 for count in counted.values()):
         return ""  # one token is in the groups of several
-    if any(_vary(rows[sorted(groups)].transpose(0, 1)) for groups in items):
-        return "head"
+    for groups in items:
+        of_item = rows[sorted(groups)]
+        if _vary(of_item.transpose(0, 1)):
+            return "head"
     return "batch item" if len(items) > 1 else ""
 
 
 def _groups_of_items(factor: Factor) -> set[frozenset[int]]:
     """Return for each batch item the groups of the product that have its tokens."""
+    items = set()
+    for token in _tokens_along_axes(factor):
+        groups = frozenset(group for group, _ in factor.changed(token))
+        items.add(groups)
+    return items
+
+
+def _tokens_along_axes(factor: Factor) -> Iterator[tuple[int, ...]]:
+    """Yield the first token, and the first tokens that differ from it in one place: `0 0`, `1 0`, `0 1`, `0 2`."""
     first = factor.token(0)
-    tokens = [first]
+    yield first
     for axis, size in enumerate(factor.tokens):
         for place in range(1, min(size, _MOST_TOKENS)):
-            tokens.append((*first[:axis], place, *first[axis + 1 :]))
-    return {frozenset(group for group, _ in factor.changed(token)) for token in tokens}
+            yield (*first[:axis], place, *first[axis + 1 :])
 
 
 def _spread(rows: Tensor) -> float:
     """Return the largest difference of rows from the first row: `group row ...`."""
     return float((rows - rows[:, :1]).abs().max())
+
+
+def _relative_spread(rows: Tensor) -> float:
+    """Return the largest difference of rows from the first row, as a part of the largest number."""
+    return _spread(rows) / float(rows.abs().max())
 
 
 def _vary(rows: Tensor) -> bool:
@@ -252,9 +327,10 @@ def _vary(rows: Tensor) -> bool:
 
 def _one_token(factor: Factor, *, seed: int) -> Tensor:
     """Return random features of one token, repeated for each head if the heads are side by side."""
-    features, drawn = factor.source.shape[factor.features], torch.Generator().manual_seed(seed)
+    features = factor.source.shape[factor.features]
     width = features if features % factor.width else factor.width
-    return torch.randn(width, generator=drawn).repeat(features // width)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(width, generator=draw).repeat(features // width)
 
 
 def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
@@ -317,9 +393,14 @@ def _joins_cache_before(step_names: Mapping[int, str], rotation: int) -> bool:
 
 def _is_one_sequence(attention: Attention, names: AxisNames, cache: object) -> bool:
     """Return whether queries and keys are the same tokens, behind a cache or not."""
-    has_more_keys = names.lengths[0] < names.lengths[1] and cache is None  # e.g. those of the window before
-    shapes = {attention.stages[side].shape for side in ("query", "key") if side in attention.stages}
-    return not has_more_keys and names.num_windows <= 1 and len(shapes) == 1
+    if names.lengths[0] < names.lengths[1] and cache is None:
+        return False  # e.g. the keys of the window before are there too
+    if names.num_windows > 1:
+        return False
+    query, key = attention.stages.get("query"), attention.stages.get("key")
+    if query is None or key is None:
+        return query is not None or key is not None
+    return query.shape == key.shape
 
 
 # -- cosines and sines ------------------------------------------------------------------------------------------------
@@ -337,7 +418,9 @@ class _Table:
 
 def _at_position_zero(evidence: Evidence, factors: Mapping[str, Factor], names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if cosines of 1 and sines of 0 are applied to several positions. Raise `NotHereError` if not."""
-    op = _turning_by_nothing(evidence, factors["query"]) or _turning_by_nothing(evidence, factors["key"])
+    op = _turning_by_nothing(evidence, factors["query"])
+    if op is None:
+        op = _turning_by_nothing(evidence, factors["key"])
     if op is None or min(names.lengths) < 2:
         raise NotHereError
     yield _finding(
@@ -351,15 +434,17 @@ def _at_position_zero(evidence: Evidence, factors: Mapping[str, Factor], names: 
 def _tables(evidence: Evidence, factor: Factor) -> list[_Table]:
     """Return the tensors that do not come from the tokens and multiply them, in order."""
     path = between(evidence.run.recording, {factor.source.id}, factor.target)
-    reached = {factor.source.id}
+    of_tokens = {factor.source.id}
     for op in path:
-        reached.update(tensor.id for tensor in op.outputs)
+        of_tokens.update(tensor.id for tensor in op.outputs)
     tables = []
     for op in path:
         if op.base_name.rstrip("_") not in ("mul", "addcmul"):
             continue
         for tensor in op.inputs:
-            value = evidence.content(tensor) if tensor.id not in reached else None
+            if tensor.id in of_tokens:
+                continue
+            value = evidence.content(tensor)
             if value is not None and value.numel() > 1:
                 tables.append(_Table(op, tensor, value))
     return tables
@@ -384,11 +469,15 @@ def _turning_by_nothing(evidence: Evidence, factor: Factor) -> Op | None:
     That they are cosines and sines is known from the operations that made them, from the numbers of a larger table that
     they are cut from, or from complex numbers.
     """
-    tables = [table for table in _tables(evidence, factor) if not _is_learned(evidence, table.tensor)]
-    zeros = [table for table in tables if not table.value.is_complex() and bool((table.value == 0).all())]
-    for table in tables:
-        if not bool((table.value == 1).all()):
+    ones, zeros = [], []
+    for table in _tables(evidence, factor):
+        if _is_learned(evidence, table.tensor):
             continue
+        if bool((table.value == 1).all()):
+            ones.append(table)
+        elif not table.value.is_complex() and bool((table.value == 0).all()):
+            zeros.append(table)
+    for table in ones:
         if table.value.is_complex():
             return table.op
         if any(_were_cos_and_sin(evidence, table.tensor, zero.tensor) for zero in zeros):
@@ -430,8 +519,15 @@ def _before_cuts(evidence: Evidence, tensor: TensorRef) -> TensorRef:
 
 
 def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
-    if cos.shape != sin.shape or not cos.is_floating_point() or not bool((sin.abs() > _NEAR).any()):
+    """Return whether two tables are cosines and sines of the same angles, not all of them 0."""
+    if cos.shape != sin.shape or not cos.is_floating_point():
+        return False
+    if not bool((sin.abs() > _NEAR).any()):
         return False
     near = max(_NEAR, 8 * torch.finfo(cos.dtype).eps)
-    squares = cos.double() ** 2 + sin.double() ** 2  # another constant than 1 where both are scaled, as in YaRN
-    return bool(((squares / squares.max() - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR
+    squares = cos.double() ** 2 + sin.double() ** 2
+    # Another constant than 1 where both are scaled, as in YaRN.
+    is_constant = (squares / squares.max() - 1).abs() < near
+    if not bool(is_constant.all()):
+        return False
+    return float(cos.max() - cos.min()) > _NEAR

@@ -23,6 +23,9 @@ from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .masking import is_zero_one, weak_mask
 from .replay import NotHereError, content_of
 
+_OVER_KEYS = "Apply softmax over the keys: dim=-1 of scores with axes query key."
+"""How to fix a softmax over another axis."""
+
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if the declared scale is 1/√head_dim and the scores have another."""
@@ -166,37 +169,78 @@ def _unlike_one(evidence: Evidence, attention: Attention, names: AxisNames, fina
     """Return why the weights of a query do not sum to one."""
     lowest, highest = float(sums.min()), float(sums.max())
     proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
-    over_keys = "Apply softmax over the keys: dim=-1 of scores with axes query key."
-    softmax = attention.softmax
     if final.sum_to_one_over_queries() and (attention.over_queries or not attention.weights_changed):
-        sentence = "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one."
-        proof += " Over the queries, they sum to 1."
-        return Finding("softmax", sentence, proof, source=softmax.source, fix=over_keys)
+        return _over_queries(attention, proof)
     masking = [op for op in attention.weights_path if _may_mask(op)]
     if masking and highest < 1.02 and _is_masked(evidence, attention, masking):
-        return Finding(
-            "softmax",
-            "The mask is applied after the softmax: masked keys take a share of the weight, and the rest does not sum "
-            "to one.",
-            proof,
-            source=masking[-1].source,
-            fix="Mask the scores with -inf before the softmax.",
-        )
+        return _masked_afterwards(masking[-1], proof)
     bias = _biased(evidence, attention)
     if bias is not None:
-        sentence = "A bias is added after the softmax: the weights of a query do not sum to one."
-        return Finding(
-            "softmax", sentence, proof, source=bias.source, fix="Add the bias to the scores before the softmax."
-        )
-    changing = masking or [op for op in attention.weights_path if op.kind == "compute" and op.base_name != "_to_copy"]
-    is_changed = bool(changing) or attention.weights_changed
-    if not is_changed and evidence.content(softmax.output) is not None:
-        axis = _axis_of_softmax(attention, names)
-        sentence = f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one."
-        return Finding("softmax", sentence, proof, source=softmax.source, fix=over_keys)
-    sentence = "The weights are changed after the softmax and do not sum to one. The change may be intended."
-    last = changing[-1] if changing else softmax
-    return Finding("softmax", sentence, proof, sure=False, source=last.source)
+        return _biased_afterwards(bias, proof)
+    changing = masking or _computing(attention)
+    if changing:
+        return _changed_at(changing[-1], proof)
+    if attention.weights_changed or evidence.content(attention.softmax.output) is None:
+        return _changed_at(attention.softmax, proof)
+    return _over_another_axis(attention, names, proof)
+
+
+def _computing(attention: Attention) -> list[Op]:
+    """Return the steps after the softmax that compute other numbers."""
+    steps = attention.weights_path
+    return [op for op in steps if op.kind == "compute" and op.base_name != "_to_copy"]
+
+
+def _over_queries(attention: Attention, proof: str) -> Finding:
+    return Finding(
+        "softmax",
+        "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one.",
+        f"{proof} Over the queries, they sum to 1.",
+        source=attention.softmax.source,
+        fix=_OVER_KEYS,
+    )
+
+
+def _masked_afterwards(mask: Op, proof: str) -> Finding:
+    return Finding(
+        "softmax",
+        "The mask is applied after the softmax: masked keys take a share of the weight, and the rest does not sum "
+        "to one.",
+        proof,
+        source=mask.source,
+        fix="Mask the scores with -inf before the softmax.",
+    )
+
+
+def _biased_afterwards(bias: Op, proof: str) -> Finding:
+    return Finding(
+        "softmax",
+        "A bias is added after the softmax: the weights of a query do not sum to one.",
+        proof,
+        source=bias.source,
+        fix="Add the bias to the scores before the softmax.",
+    )
+
+
+def _over_another_axis(attention: Attention, names: AxisNames, proof: str) -> Finding:
+    axis = _axis_of_softmax(attention, names)
+    return Finding(
+        "softmax",
+        f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one.",
+        proof,
+        source=attention.softmax.source,
+        fix=_OVER_KEYS,
+    )
+
+
+def _changed_at(op: Op, proof: str) -> Finding:
+    return Finding(
+        "softmax",
+        "The weights are changed after the softmax and do not sum to one. The change may be intended.",
+        proof,
+        sure=False,
+        source=op.source,
+    )
 
 
 def _may_mask(op: Op) -> bool:

@@ -187,8 +187,8 @@ class SeenKeys:
         """`query key`: True at the key of a query's own token if the query does not see it, and it is no padding."""
         if not self.knows_own or self.shared:
             return torch.zeros_like(self.pairs)
-        own = ~self.pairs & (self.distance == 0)
-        return own & self.visible if self.queries > 1 else own
+        is_hidden = ~self.pairs & (self.distance == 0)
+        return is_hidden & self.visible if self.queries > 1 else is_hidden
 
     def masks_out(self, keys: Tensor) -> bool:
         """Return whether no query of a batch item sees any of these keys, `batch key`."""
@@ -294,8 +294,8 @@ class SeenKeys:
             if not masked:
                 return name
             return f"{name}; {text.plural(masked, 'key')} {'is' if masked == 1 else 'are'} masked out for every query"
-        own = self.distance == 0
-        sees_itself = bool((self.pairs | ~self.visible)[own].all())
+        is_itself = self.distance == 0
+        sees_itself = bool((self.pairs | ~self.visible)[is_itself].all())
         if sees_itself or self.queries != self.keys:
             return f"{name}, with gaps"
         return f"{name}, but a query does not see itself"
@@ -303,8 +303,8 @@ class SeenKeys:
     def _band_words(self) -> str:
         """Return which distances every query sees, or which are masked out for every query; empty if they differ."""
         seen = torch.isin(self.distance, self.distance[self.pairs])
-        own = self.distance == 0
-        sees_itself = bool(own.any()) and bool(seen[own].all())
+        is_itself = self.distance == 0
+        sees_itself = bool(is_itself.any()) and bool(seen[is_itself].all())
         if not self.knows_own or not sees_itself or not torch.equal(self.pairs, seen & self.visible):
             return ""
         masked = sorted({*self.distance[~seen].tolist()})
@@ -340,8 +340,17 @@ def _gap_words(before: list[int], after: list[int]) -> str:
             return ""
     if before and after:
         return f"the keys {text.spans(before)} before and {text.spans(after)} after a query are masked out"
-    side, other = ("before", "after") if before else ("after", "before")
-    masked = before or after
+    if before:
+        return _one_sided_gap(before, "before", "after")
+    return _one_sided_gap(after, "after", "before")
+
+
+def _one_sided_gap(masked: list[int], side: str, open_side: str) -> str:
+    """Return which distances are masked out on one side.
+
+    >>> _one_sided_gap([2], "before", "after")
+    'the key 2 before a query is masked out'
+    """
     if len(masked) == 1:
         return f"the key {masked[0]} {side} a query is masked out"
-    return f"the keys {text.spans(masked)} {side} a query are masked out, and none {other}"
+    return f"the keys {text.spans(masked)} {side} a query are masked out, and none {open_side}"

@@ -67,19 +67,32 @@ def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | N
     scores = _content(run, attention, names, "masked_scores")
     zeroed = _zeroed_after_softmax(run, attention, names)
     if zeroed is not None and zeroed.shape == weights.shape:
-        return _Weighing(weights.masked_fill(zeroed, 0.0), torch.zeros_like(weights) if scores is None else scores)
+        if scores is None:
+            scores = torch.zeros_like(weights)
+        return _Weighing(weights.masked_fill(zeroed, 0.0), scores)
     plain = _content(run, attention, names, "scores")
-    if scores is None or plain is None or not plain.shape == scores.shape == weights.shape:
+    if scores is None or plain is None:
+        return _Weighing(weights, scores)
+    if not plain.shape == scores.shape == weights.shape:
         return _Weighing(weights, scores)
     lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
+    return _weighing_by_masks(weights, scores, lowered, has_masks=bool(attention.masks))
+
+
+def _weighing_by_masks(weights: Tensor, scores: Tensor, lowered: Tensor, *, has_masks: bool) -> _Weighing:
+    """Return the weights that a mask makes zero, by how much each score is lowered; all `batch heads query key`."""
     # A weight may be too small for its dtype although nothing masks it.
-    is_small = (weights == 0) & (lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY)
-    is_faint = torch.zeros_like(is_small)
-    if attention.masks:  # other steps, e.g. a negation, lower scores too
-        is_faint = _masked_by_a_number(weights, scores, lowered)
-    faint = float(weights[is_faint].max()) if bool(is_faint.any()) else 0.0
+    lowered_less = lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY
+    is_small = (weights == 0) & lowered_less
     smallest = torch.finfo(weights.dtype).tiny
-    return _Weighing(weights.masked_fill(is_small, smallest).masked_fill(is_faint, 0.0), scores, faint)
+    visible = weights.masked_fill(is_small, smallest)
+    if not has_masks:  # other steps, e.g. a negation, lower scores too
+        return _Weighing(visible, scores)
+    is_faint = _masked_by_a_number(weights, scores, lowered)
+    if not bool(is_faint.any()):
+        return _Weighing(visible, scores)
+    faint = float(weights[is_faint].max())
+    return _Weighing(visible.masked_fill(is_faint, 0.0), scores, faint)
 
 
 # -- who sees whom ----------------------------------------------------------------------------------------------------
@@ -90,21 +103,25 @@ def _seen_keys(
 ) -> SeenKeys:
     """Return the keys that each query sees."""
     weights, scores = weighing.weights, weighing.scores
-    if attention.masks or scores is not None:
-        by_head = sees_by_head(weights, scores).cpu()
-    else:  # nothing hides a key
-        by_head = torch.ones_like(weights[:, :1], dtype=torch.bool, device="cpu")
+    by_head = _visible_by_head(attention, weights, scores)
     seen = by_head.any(1)  # batch query key
     queries, keys = seen.shape[1:]
     first_key = _first_key(seen) if first is None else first
     pads = _padded_queries(padded, first_key, seen)
-    real_pairs = seen.any(0) if pads is None else (seen & ~pads[:, :, None]).any(0)
-    of_keys = run.graph.inputs_of(attention.stages["k_heads"]) if "k_heads" in attention.stages else set[int]()
+    if pads is None:
+        real_pairs = seen.any(0)
+        is_padding = torch.zeros(queries, dtype=torch.bool)
+    else:
+        real_pairs = (seen & ~pads[:, :, None]).any(0)
+        is_padding = pads.all(0)
+    of_keys = _inputs_of_keys(run, attention)
     distance = torch.arange(queries)[:, None] + first_key - torch.arange(keys)[None]
     joined = slice(first_key + queries, None)
     if bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
         distance[:, joined] = 0  # keys of no position that are joined, e.g. `add_bias_kv` of torch
-    over = _laid_over(weights, scores) if attention.masks and bool((seen == seen[:, :1]).all()) else ""
+    over = ""
+    if attention.masks and _are_alike_for_queries(seen):
+        over = _laid_over(weights, scores)
     is_heavy = weights > _HEAVY
     return SeenKeys(
         attention=attention,
@@ -118,11 +135,30 @@ def _seen_keys(
         knows_own=queries == keys or (first is not None and _is_self_attention(attention)),
         distance=distance,
         real_pairs=real_pairs,
-        is_padding=torch.zeros(queries, dtype=torch.bool) if pads is None else pads.all(0),
+        is_padding=is_padding,
         origins=_names_of(run, of_keys),
         over=over,
         lengths=_names_of(run, _inputs_of_masks(run, attention)) if over else frozenset(),
     )
+
+
+def _visible_by_head(attention: Attention, weights: Tensor, scores: Tensor | None) -> Tensor:
+    """Return `batch heads query key`, True if the head sees the key; without a mask one head stands for all."""
+    if attention.masks or scores is not None:
+        return sees_by_head(weights, scores).cpu()
+    return torch.ones_like(weights[:, :1], dtype=torch.bool, device="cpu")
+
+
+def _are_alike_for_queries(seen: Tensor) -> bool:
+    """Return whether all queries see the same keys, of `batch query key`."""
+    return bool((seen == seen[:, :1]).all())
+
+
+def _inputs_of_keys(run: Run, attention: Attention) -> set[int]:
+    """Return the ids of the inputs that the keys depend on; empty if the keys are unknown."""
+    if "k_heads" not in attention.stages:
+        return set()
+    return run.graph.inputs_of(attention.stages["k_heads"])
 
 
 def _first_key(seen: Tensor) -> int:
@@ -145,8 +181,10 @@ def _padded_queries(padded: Tensor | None, first: int, seen: Tensor) -> Tensor |
 
 def _is_self_attention(attention: Attention) -> bool:
     """Return whether the tensors that queries and keys are projected from have the same shape."""
-    shapes = [attention.stages[side].shape for side in ("query", "key") if side in attention.stages]
-    return shapes[:1] == shapes[1:]
+    query, key = attention.stages.get("query"), attention.stages.get("key")
+    if query is None or key is None:
+        return query is None and key is None
+    return query.shape == key.shape
 
 
 def _are_computed(run: Run, attention: Attention, inputs: set[int]) -> bool:
@@ -193,51 +231,72 @@ def _zeroed_after_softmax(run: Run, attention: Attention, names: AxisNames) -> T
 
     Such are tril, and a product with a mask of zeros and ones; a sum that divides the weights may follow.
     """
-    stage, values = attention.stages["weights"], run.recording.values
-    steps = [op for op in attention.weights_path if op.output.shape == stage.shape]
     if attention.branches or StageFacts(run.graph, attention, {}).drops():
         return None
-    masking = [op for op in steps if _sets_to_zero(run, attention, op)]
-    value = values.get(masking[-1].output.id) if masking else None
-    if value is None or bool((value == 0).all()):
+    step = _last_step_to_zero(run, attention)
+    value = None if step is None else run.recording.values.get(step.output.id)
+    if value is None:
+        return None
+    is_zero = value == 0
+    if bool(is_zero.all()):
         return None
     sizes = sizes_in(attention, names, "weights")
-    return canonical(value == 0, "weights", names.of_stage("weights"), sizes, names.head_order)
+    return canonical(is_zero, "weights", names.of_stage("weights"), sizes, names.head_order)
+
+
+def _last_step_to_zero(run: Run, attention: Attention) -> Op | None:
+    """Return the last operation between the softmax and the weights that sets some to zero; None without one."""
+    last = None
+    for op in attention.weights_path:
+        if op.output.shape == attention.stages["weights"].shape and _sets_to_zero(run, attention, op):
+            last = op
+    return last
 
 
 def _sets_to_zero(run: Run, attention: Attention, op: Op) -> bool:
     """Return whether an operation sets weights to zero, at places that do not depend on the weights."""
     after = run.recording.values.get(op.output.id)
     before = run.recording.values.get(op.inputs[0].id) if op.inputs else None
-    if after is None or before is None or int((after == 0).sum()) <= int((before == 0).sum()):
+    if after is None or before is None:
+        return False
+    if int((after == 0).sum()) <= int((before == 0).sum()):
         return False
     if op.base_name.rstrip("_") in ("tril", "triu"):
         return True
+    if not op.does("scales", "masks", "fills", "fills_where"):
+        return False
     # A threshold or the largest k of the weights follow the scores, and are no mask.
     softmax = attention.softmax.output.id
-    masks = [tensor for tensor in op.inputs if tensor.id != softmax and not between(run.recording, {softmax}, tensor)]
-    return bool(masks) and op.does("scales", "masks", "fills", "fills_where")
+    beside = [tensor for tensor in op.inputs if tensor.id != softmax]
+    return any(not between(run.recording, {softmax}, tensor) for tensor in beside)
 
 
 def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
     """Return `heads` or `batch items` if these see keys as queries do under a causal mask; else empty."""
-    by_head = sees(weights.transpose(1, 2), None if scores is None else scores.transpose(1, 2)).cpu()
-    if all(is_causal(seen, (0,)) for seen in by_head):
+    of_queries = weights.transpose(1, 2)
+    of_scores = None if scores is None else scores.transpose(1, 2)
+    seen = sees(of_queries, of_scores).cpu()  # batch heads key
+    if all(is_causal(pairs, (0,)) for pairs in seen):
         return "heads"
-    if all(is_causal(seen, (0,)) for seen in by_head.transpose(0, 1)):
+    if all(is_causal(pairs, (0,)) for pairs in seen.transpose(0, 1)):
         return "batch items"
     return ""
 
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
     """Return whether ranks exchange keys and no queries, so that the positions of the queries are unknown."""
+    return _is_exchanged(run, attention, "k_heads") and not _is_exchanged(run, attention, "q_heads")
 
-    def exchanged(stage: str) -> bool:
-        tensor = attention.stages.get(stage)
-        steps = () if tensor is None else run.graph.back(tensor, lambda op: not run.graph.is_projection(op))
-        return any(op.is_collective for step in steps for op in step.path)
 
-    return exchanged("k_heads") and not exchanged("q_heads")
+def _is_exchanged(run: Run, attention: Attention, stage: str) -> bool:
+    """Return whether ranks exchange a stage after its projection."""
+    tensor = attention.stages.get(stage)
+    if tensor is None:
+        return False
+    for step in run.graph.back(tensor, lambda op: not run.graph.is_projection(op)):
+        if any(op.is_collective for op in step.path):
+            return True
+    return False
 
 
 def _content(run: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:

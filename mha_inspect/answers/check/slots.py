@@ -29,27 +29,42 @@ _MOST_TOKENS = 64
 def slots(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if a token's value is not in the slot of its key, or empty slots after it get weight."""
     key = Factor(evidence, attention, names, "key")
-    writes = [op for op in between(evidence.run.recording, {key.source.id}, key.target) if op.kind == "write"]
+    writes = _writes_of_keys(evidence, key)
     if not writes and names.lengths[0] == names.lengths[1]:
         raise NotHereError
-    rows_of: dict[tuple[int, ...], set[int]] = {}
-    for number in sorted({0, prod(key.tokens) - 1}):
-        token = key.token(number)
-        rows_of[token] = {row for _, row in key.changed(token)}
-    if any(len(rows) > 1 for rows in rows_of.values()):
-        raise LostError  # neighbours are mixed on purpose, or a token is in several windows
-    if not all(rows_of.values()):
+    slot_of = _slots_of_ends(key)
+    if slot_of is not None:
+        finding = _value_elsewhere(evidence, attention, names, key, slot_of)
+        if finding is None and writes:
+            finding = _empty(evidence, attention, names, writes[-1], max(slot_of.values()))
+    else:
         finding = _missing(evidence, attention, names, key, writes) if writes else None
         if finding is None:
             raise LostError  # keys of some tokens are left out on purpose
-        yield finding
-        return
-    slot_of = {token: min(rows) for token, rows in rows_of.items()}
-    finding = _value_elsewhere(evidence, attention, names, key, slot_of)
-    if finding is None and writes:
-        finding = _empty(evidence, attention, names, writes[-1], max(slot_of.values()))
     if finding is not None:
         yield finding
+
+
+def _writes_of_keys(evidence: Evidence, key: Factor) -> list[Op]:
+    """Return the operations that write keys on the way to the scores."""
+    steps = between(evidence.run.recording, {key.source.id}, key.target)
+    return [op for op in steps if op.kind == "write"]
+
+
+def _slots_of_ends(key: Factor) -> dict[tuple[int, ...], int] | None:
+    """Return the slots of the first and of the last token; None if one of them is in no slot.
+
+    Raises `LostError` if a token is in several.
+    """
+    rows_of: dict[tuple[int, ...], set[int]] = {}
+    for number in sorted({0, prod(key.tokens) - 1}):
+        token = key.token(number)
+        rows_of[token] = key.rows_of(token)
+        if len(rows_of[token]) > 1:
+            raise LostError  # neighbours are mixed on purpose, or a token is in several windows
+    if not all(rows_of.values()):
+        return None
+    return {token: min(rows) for token, rows in rows_of.items()}
 
 
 def tokens_of_keys(evidence: Evidence, key: Factor) -> dict[int, int]:
@@ -66,10 +81,11 @@ def tokens_of_keys(evidence: Evidence, key: Factor) -> dict[int, int]:
     for token in range(source.length):
         index = [0] * len(key.tokens)
         index[place] = token
-        rows = {row for _, row in key.changed(tuple(index))}
+        rows = key.rows_of(tuple(index))
         if len(rows) > 1 or rows & tokens.keys():
             raise LostError
-        tokens.update(dict.fromkeys(rows, token))
+        for row in rows:
+            tokens[row] = token
     return tokens
 
 
@@ -77,8 +93,8 @@ def has_lost_tokens(evidence: Evidence) -> bool:
     """Return whether tokens of this call are in no key row of an attention, so that a row is not its token."""
     for attention, names, _ in evidence.kinds:
         with suppress(LostError):
-            tokens = tokens_of_keys(evidence, Factor(evidence, attention, names, "key"))
-            if len(tokens) < evidence.source.length:
+            key = Factor(evidence, attention, names, "key")
+            if len(tokens_of_keys(evidence, key)) < evidence.source.length:
                 return True
     return False
 
@@ -99,8 +115,10 @@ class _Slots:
     @property
     def is_ring(self) -> bool:
         """Whether later tokens overwrote the missing ones: each row has the last of its tokens, modulo the rows."""
+        if self.rows >= self.count:
+            return False
         last = range(self.count - self.rows, self.count)
-        return self.rows < self.count and all(self.tokens.get(token % self.rows) == token for token in last)
+        return all(self.tokens.get(token % self.rows) == token for token in last)
 
     @property
     def _shift(self) -> int | None:
@@ -119,18 +137,14 @@ class _Slots:
 
     def sentence(self) -> str:
         """Return which tokens are in the key rows, and what became of the others."""
-        rows = sorted(self.tokens)
-        present = f"Keys {shortened(spans(rows), 40)} are tokens {_in_turn([self.tokens[row] for row in rows])}"
         missing = [token for token in range(self.count) if token not in self.tokens.values()]
         is_single = len(missing) < 2
         lost = f"{'token' if is_single else 'tokens'} {shortened(spans(missing), 40)}"
         if self.is_ring:
-            return (
-                f"{present}: a ring of {self.rows} slots has overwritten {lost}, and the mask counts slots as tokens."
-            )
+            ring = f"a ring of {self.rows} slots has overwritten {lost}"
+            return f"{self._tokens_in_rows()}: {ring}, and the mask counts slots as tokens."
         shift = self._shift
-        if shift is not None:
-            present = f"Key j is token j {'+' if shift > 0 else '-'} {abs(shift)}"
+        present = self._tokens_in_rows() if shift is None else _moved_by(shift)
         lost = f"{lost} {'is' if is_single else 'are'} in no key"
         if not self.blank:
             return f"{present}: {lost}."
@@ -138,11 +152,27 @@ class _Slots:
         is_empty = f"keys {empty} are empty slots" if len(self.blank) > 1 else f"key {empty} is an empty slot"
         return f"{present}: {lost}, and {is_empty} of zeros."
 
+    def _tokens_in_rows(self) -> str:
+        """Return the token of each row: `Keys 0–3 are tokens 4, 5, 2–3`."""
+        rows = sorted(self.tokens)
+        tokens = [self.tokens[row] for row in rows]
+        return f"Keys {shortened(spans(rows), 40)} are tokens {_in_turn(tokens)}"
+
     def fix(self) -> str:
         """Return what to change."""
         if self.is_ring:
             return f"Attend to the keys of the call itself, or call it with at most {self.rows} tokens at a time."
         return "Read the same slots that were written."
+
+
+def _moved_by(shift: int) -> str:
+    """Return which token is key j, where each is as many tokens behind.
+
+    >>> _moved_by(-2)
+    'Key j is token j - 2'
+    """
+    sign = "+" if shift > 0 else "-"
+    return f"Key j is token j {sign} {abs(shift)}"
 
 
 def _in_turn(numbers: Sequence[int]) -> str:
@@ -163,20 +193,26 @@ def _missing(
 
     These are keys of later tokens, or slots of zeros.
     """
-    sight = next((sight for sight in evidence.sights if sight.attention is attention), None)
-    tokens, count = tokens_of_keys(evidence, key), evidence.source.length
+    sight = evidence.sight_of(attention)
+    tokens = tokens_of_keys(evidence, key)
+    count = evidence.source.length
     heads = content_of(evidence.run, attention, names, "k_heads")
-    if sight is None or sight.queries != count or heads is None or heads.shape[2] != sight.keys:
+    if sight is None or heads is None or not tokens:
         return None
-    blank = frozenset(_blank(heads).all(0).nonzero().flatten().tolist()) - tokens.keys()
-    if not tokens:
+    if sight.queries != count or heads.shape[2] != sight.keys:
         return None
-    slots = _Slots(tokens, count, sight.keys, blank)
+    blank = _blank(heads).all(0).nonzero().flatten().tolist()
+    slots = _Slots(tokens, count, sight.keys, frozenset(blank) - tokens.keys())
     for query, row in sight.pairs.nonzero().tolist():
-        what = slots.fault(query, row)
-        if what:
-            proof = f"Query {query} gives weight to key {row}, which is {what}."
-            return Finding("cache", slots.sentence(), proof, source=writes[-1].source, fix=slots.fix())
+        instead = slots.fault(query, row)
+        if instead:
+            return Finding(
+                "cache",
+                slots.sentence(),
+                f"Query {query} gives weight to key {row}, which is {instead}.",
+                source=writes[-1].source,
+                fix=slots.fix(),
+            )
     return None
 
 
@@ -220,10 +256,11 @@ def _first_elsewhere(
     if value.tokens != key.tokens or value.target.shape[value.rows] != key.target.shape[key.rows]:
         return None
     for token, slot in slot_of.items():
-        rows = {row for _, row in value.changed(token)}
+        rows = value.rows_of(token)
         unread = [op for op in _unread(evidence, attention, key) if value.changes(token, op.inputs[-1])]
         if len(rows) == 1 and rows != {slot}:
-            return _ValueElsewhere(token, slot, f"in slot {min(rows)}", unread[0].source if unread else "")
+            line = unread[0].source if unread else ""
+            return _ValueElsewhere(token, slot, f"in slot {min(rows)}", line)
         if unread and not rows:
             return _ValueElsewhere(token, slot, "in a slot that is not read", unread[-1].source)
     return None
@@ -244,41 +281,53 @@ def _unread_without_projection(
 
 def _unread(evidence: Evidence, attention: Attention, key: Factor) -> list[Op]:
     """Return the operations that write what comes from the inputs into the memory of the values, and not the keys."""
-    graph, product = evidence.run.graph, attention.value_product
-    behind = graph.back(factors_of(attention)["value"], lambda op: not op.does("product", "convolution"))
-    storages = {step.tensor.storage for step in behind}
+    graph = evidence.run.graph
+    storages = _memory_of_values(evidence, attention)
     of_keys = {op.index for op in between(graph.recording, {key.source.id}, key.target)}
     unread = []
     for op in evidence.writes:
-        if op.index >= product.op.index or op.index in of_keys or len(op.inputs) < 2:
+        if op.index >= attention.value_product.op.index or op.index in of_keys:
             continue
-        if op.inputs[0].storage in storages and graph.comes_from_inputs(op.inputs[-1]):
+        if len(op.inputs) < 2 or op.inputs[0].storage not in storages:
+            continue
+        if graph.comes_from_inputs(op.inputs[-1]):
             unread.append(op)
     return unread
 
 
+def _memory_of_values(evidence: Evidence, attention: Attention) -> set[int]:
+    """Return the storages that the values are in, from their projection to their product."""
+    values = factors_of(attention)["value"]
+    steps = evidence.run.graph.back(values, lambda op: not op.does("product", "convolution"))
+    return {step.tensor.storage for step in steps}
+
+
 def _empty(evidence: Evidence, attention: Attention, names: AxisNames, write: Op, newest: int) -> Finding | None:
     """Return a fault if slots after the new keys that nothing has been written into get weight."""
-    sight = next((sight for sight in evidence.sights if sight.attention is attention), None)
-    keys_in_heads = content_of(evidence.run, attention, names, "k_heads")
-    values_in_heads = content_of(evidence.run, attention, names, "v_heads")
-    if sight is None or keys_in_heads is None or values_in_heads is None:
+    sight = evidence.sight_of(attention)
+    keys = content_of(evidence.run, attention, names, "k_heads")
+    values = content_of(evidence.run, attention, names, "v_heads")
+    if sight is None or keys is None or values is None:
         return None
-    if not keys_in_heads.shape[2] == values_in_heads.shape[2] == sight.keys:
+    if not keys.shape[2] == values.shape[2] == sight.keys:
         return None
-    blank = _blank(keys_in_heads) & _blank(values_in_heads)  # batch key
-    filled = ~blank[:, :newest].all(1)  # else nobody has called the module with the tokens before
-    starts = evidence.arguments.starts_at_zero()
-    weighed = (sight.seen & (blank & (filled | starts)[:, None])[:, None].cpu()).any(0).any(0)
-    keys = weighed.nonzero().flatten().tolist()
-    if not keys:
+    blank = _blank(keys) & _blank(values)  # batch key
+    if not evidence.arguments.starts_at_zero():
+        # Where slots before the newest are empty too, nobody has called the module with the tokens before.
+        filled = ~blank[:, :newest].all(1)
+        blank = blank & filled[:, None]
+    weighed = sight.seen & blank[:, None].cpu()  # batch query key
+    places = weighed.any(0).any(0).nonzero().flatten().tolist()
+    if not places:
         return None
-    where = "behind" if keys[-1] > newest else "before"
+    is_behind = places[-1] > newest
+    where = "behind" if is_behind else "before"
     return Finding(
         "cache",
         f"Empty slots of the cache get weight: they are {where} the newest key, and no token was written into them.",
-        f"The newest key is in slot {newest}; {plural(len(keys), 'slot')} of zeros from slot {keys[0]} on get weight.",
-        sure=where == "behind",
+        f"The newest key is in slot {newest}; {plural(len(places), 'slot')} of zeros from slot {places[0]} on get "
+        "weight.",
+        sure=is_behind,
         source=write.source,
         fix="Cut the cache to the tokens so far, or mask out the other slots.",
     )

@@ -19,24 +19,30 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
     module = evidence.subject.module
     before = dict(tensors_in(argument_names(module, *evidence.arguments.of_call({}))))
+    after = tensors_in(argument_names(module, *evidence.arguments_after))
     reported: set[int] = set()
-    for name, tensor in tensors_in(argument_names(module, *evidence.arguments_after)):
+    for name, tensor in after:
         if id(tensor) in reported or not _is_written(before[name], tensor):
             continue
         if name.split(".")[0] == evidence.intent.cache:
             continue
         reported.add(id(tensor))
         writes = _writes_into(evidence, name)
-        if _fill_a_cache(evidence, writes):
-            continue
-        yield Finding(
-            "inputs",
-            f"The forward writes into its argument {name}.",
-            f"The run changes {int((tensor != before[name]).sum())} of its {tensor.numel()} numbers.",
-            sure=tensor.is_floating_point() and "mask" not in name and "cache" not in name,
-            source=writes[0].source if writes else "",
-            fix="Write into a copy: x = x + ... instead of x += ....",
-        )
+        if not _fill_a_cache(evidence, writes):
+            yield _finding(name, before[name], tensor, writes)
+
+
+def _finding(name: str, before: Tensor, after: Tensor, writes: Sequence[Op]) -> Finding:
+    changed = int((after != before).sum())
+    may_be_written = not after.is_floating_point() or "mask" in name or "cache" in name
+    return Finding(
+        "inputs",
+        f"The forward writes into its argument {name}.",
+        f"The run changes {changed} of its {after.numel()} numbers.",
+        sure=not may_be_written,
+        source=writes[0].source if writes else "",
+        fix="Write into a copy: x = x + ... instead of x += ....",
+    )
 
 
 def _is_written(before: Tensor, after: Tensor) -> bool:
@@ -55,8 +61,11 @@ def _fill_a_cache(evidence: Evidence, writes: Sequence[Op]) -> bool:
     for attention, _ in evidence.run.attentions:
         for side, factor in factors_of(attention).items():
             projected = attention.stages.get(f"{side[0]}_proj")
-            if projected is not None and any(_goes_through(evidence, projected, op, factor) for op in writes):
-                return True
+            if projected is None:
+                continue
+            for op in writes:
+                if _goes_through(evidence, projected, op, factor):
+                    return True
     return False
 
 
@@ -64,6 +73,7 @@ def _goes_through(evidence: Evidence, start: TensorRef, write: Op, end: TensorRe
     """Return whether something that an operation writes is computed from `start`, and `end` is computed from it."""
     recording = evidence.run.recording
     for tensor in write.inputs[1:]:
-        if between(recording, {start.id}, tensor) and between(recording, {tensor.id}, end):
+        comes_from_start = between(recording, {start.id}, tensor)
+        if comes_from_start and between(recording, {tensor.id}, end):
             return True
     return False
