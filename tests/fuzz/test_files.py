@@ -67,4 +67,4 @@ def test_through_the_commands(try_all, invoke, tmp_path):
             with in_time():
                 require_answer(*invoke("trace", *layer, flag, str(path)))
 
-    try_all(check, any_file(), 60)
+    try_all(check, any_file(), 30)
