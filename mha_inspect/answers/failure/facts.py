@@ -190,6 +190,13 @@ class Facts:
             return (*shape[:place], *sizes[1:], *shape[place + 1 :])
         return sizes
 
+    def of_part(self, *parts: str) -> Operand | None:
+        """Return the first operand with one of these roles in the attention; None if there is none."""
+        for operand in self.operands:
+            if operand.part in parts:
+                return operand
+        return None
+
 
 def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
     """Return the facts of a failing call; if the call is unknown, those of its operands."""
