@@ -6,8 +6,9 @@ in_proj                   on the right       W_q, W_k, W_v: rows 0–31, 32–63
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -85,12 +86,12 @@ class AttentionComparison:
         verdicts: dict[str, TensorVerdict] = {}
         if not pair.has_same_names:  # otherwise the names pair their tensors already
             verdicts = _verdicts(self._parts(whole, orders))
-        are_same = bool(verdicts) and {*verdicts.values()} <= {*SAME}
+        is_explained = bool(orders) or bool(exchanges)
         return AttentionDiff(
             exchanges=exchanges,
             orders=orders,
             renamed=list(_renamed(whole, verdicts, self.files)),
-            lacks_head_count=not (are_same or orders or exchanges),
+            lacks_head_count=not is_explained and not _are_all_same(verdicts),
         )
 
     # -- the same rows in another order -------------------------------------------------------------------------------
@@ -100,7 +101,9 @@ class AttentionComparison:
 
         Exchanged parts of one tensor are also its rows in another order: the exchange says more.
         """
-        return [] if exchanges else self._orders(pair)
+        if exchanges:
+            return []
+        return self._orders(pair)
 
     def _orders(self, pair: AttentionPair) -> list[Reordered]:
         """Return the tensors of two attentions that have the same rows in another order."""
@@ -108,10 +111,14 @@ class AttentionComparison:
 
     def _needs_no_order(self, name: str, right_name: str) -> bool:
         """Return whether two tensors are known to be the same, or have no numbers to compare."""
-        left, right = self.files.left.tensors[name], self.files.right.tensors[right_name]
-        if not (left.has_numbers and right.has_numbers):
+        left = self.files.left.tensors[name]
+        right = self.files.right.tensors[right_name]
+        if not left.has_numbers or not right.has_numbers:
             return True
-        return name == right_name and self.same_name[name].verdict in (*SAME, "same, permuted")
+        if name != right_name:
+            return False
+        verdict = self.same_name[name].verdict
+        return verdict in SAME or verdict == "same, permuted"
 
     def _count_of_orders(self, pair: AttentionPair) -> int | None:
         """Return the only number of heads with which the orders of rows have a usual meaning; None if there is none.
@@ -124,13 +131,15 @@ class AttentionComparison:
             orders = self._orders(self.files.with_heads(pair, count))
             if orders and all(order.is_usual for order in orders):
                 counts.append(count)
-        return counts[0] if len(counts) == 1 else None
+        if len(counts) != 1:
+            return None
+        return counts[0]
 
     # -- parts by head ------------------------------------------------------------------------------------------------
 
     def _parts(self, pair: AttentionPair, orders: Sequence[Reordered]) -> list[PartPair]:
         """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
-        verdicts = self._verdicts_of_tensors(pair, orders)
+        verdicts = {**self._verdicts_of_same(pair), **_verdicts_of_reordered(pair, orders)}
         on_right = _parts_of(pair.right)
         parts = []
         for part, verdict in verdicts.items():
@@ -143,24 +152,40 @@ class AttentionComparison:
                 parts.append(_compared_part(pair, part, heads, right[part]))
         return sorted(parts, key=_place_of_part)
 
-    def _verdicts_of_tensors(self, pair: AttentionPair, orders: Sequence[Reordered]) -> dict[str, TensorVerdict]:
-        """Return the parts whose tensors are the same, or the same in another order: these are not read again."""
+    def _verdicts_of_same(self, pair: AttentionPair) -> dict[str, TensorVerdict]:
+        """Return the parts whose tensors are the same on both sides: these are not read again."""
         verdicts: dict[str, TensorVerdict] = {}
         for name, role in pair.left.roles.items():
-            tensors = self.same_name.get(name)
-            if tensors is None or tensors.verdict not in SAME:
+            if name not in self.same_name:
                 continue
-            if name in pair.right.roles and role == pair.right.roles[name]:
-                for piece in role.heads:
-                    verdicts[piece.part] = tensors.verdict
-        of_all_rows = {}
-        for reordered_tensors in orders:
-            if reordered_tensors.order.kept == "all":
-                of_all_rows[reordered_tensors.part] = reordered_tensors.order
-        for part in _parts_of(pair.left):
-            if is_reordered(part, of_all_rows):
-                verdicts[part] = "same, permuted"
+            verdict = self.same_name[name].verdict
+            if verdict not in SAME:
+                continue
+            if pair.right.roles.get(name) != role:
+                continue
+            for piece in role.heads:
+                verdicts[piece.part] = verdict
         return verdicts
+
+
+def _verdicts_of_reordered(pair: AttentionPair, orders: Sequence[Reordered]) -> dict[str, TensorVerdict]:
+    """Return the parts whose tensors have the same rows in another order: these are not read again."""
+    of_all_rows = {}
+    for tensors in orders:
+        if tensors.order.kept == "all":
+            of_all_rows[tensors.part] = tensors.order
+    verdicts: dict[str, TensorVerdict] = {}
+    for part in _parts_of(pair.left):
+        if is_reordered(part, of_all_rows):
+            verdicts[part] = "same, permuted"
+    return verdicts
+
+
+def _are_all_same(verdicts: Mapping[str, TensorVerdict]) -> bool:
+    """Return whether parts were compared, and all of them are the same."""
+    if not verdicts:
+        return False
+    return all(verdict in SAME for verdict in verdicts.values())
 
 
 def _parts_of(attention: NamedAttention) -> dict[str, None]:
@@ -178,22 +203,38 @@ def _verdicts(parts: Sequence[PartPair]) -> dict[str, TensorVerdict]:
 
 def _place_of_part(part: PartPair) -> tuple[str, int]:
     """Return the place of a part: matrices before biases, in the order of q, k, v and o."""
-    return part.part[0], "qkvo".find(part.part[-1])
+    kind = part.part[0]
+    letter = part.part[-1]
+    return kind, "qkvo".find(letter)
 
 
 def _unread_numbers(
-    attention: NamedAttention, tensors: Mapping[str, StoredTensor], verdicts: Mapping[str, TensorVerdict]
+    attention: NamedAttention,
+    tensors: Mapping[str, StoredTensor],
+    verdicts: Mapping[str, TensorVerdict],
 ) -> dict[str, Tensor]:
     """Return by head the numbers of the tensors that have a part without a verdict."""
     roles = {}
     for name, role in attention.roles.items():
-        if any(piece.part not in verdicts for piece in role.heads):
+        parts = {piece.part for piece in role.heads}
+        if not parts <= verdicts.keys():
             roles[name] = role
     return numbers_of(roles, tensors)
 
 
-def _part_pair(pair: AttentionPair, part: str, verdict: TensorVerdict, differences: tuple[float, ...] = ()) -> PartPair:
-    return PartPair(pair.left.stored.module, pair.right.stored.module, part, verdict, differences)
+def _part_pair(
+    pair: AttentionPair,
+    part: str,
+    verdict: TensorVerdict,
+    differences: tuple[float, ...] = (),
+) -> PartPair:
+    return PartPair(
+        left=pair.left.stored.module,
+        right=pair.right.stored.module,
+        part=part,
+        verdict=verdict,
+        differences=differences,
+    )
 
 
 def _compared_part(pair: AttentionPair, part: str, left: Tensor, right: Tensor) -> PartPair:
@@ -203,8 +244,53 @@ def _compared_part(pair: AttentionPair, part: str, left: Tensor, right: Tensor) 
     verdict = distance(left, right).verdict
     if verdict != "differs":
         return _part_pair(pair, part, verdict)
-    by_head = tuple(distance(*heads).relative for heads in zip(left, right, strict=True))
-    return _part_pair(pair, part, verdict, by_head)
+    differences = []
+    for left_head, right_head in zip(left, right, strict=True):
+        differences.append(distance(left_head, right_head).relative)
+    return _part_pair(pair, part, verdict, tuple(differences))
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The parts that are compared in tensors of other names or another packing."""
+
+    parts: Mapping[_Names, list[str]]
+    verdicts: Mapping[str, TensorVerdict]
+    """The verdict of each part that was compared."""
+
+    def worst(self, parts: Iterable[str]) -> TensorVerdict:
+        """Return the worst verdict of several parts together."""
+        verdicts = [self.verdicts[part] for part in parts]
+        return max(verdicts, key=_WORSE.index)
+
+    def packing(self, names: _Names) -> str:
+        """Return which side has the parts of several tensors in one: `q, k and v are in one tensor on the left and …`.
+
+        Empty if neither has.
+        """
+        from_several = []
+        into_several = []
+        for pair, parts in self.parts.items():
+            if pair.right == names.right:
+                from_several.append(parts)
+            if pair.left == names.left:
+                into_several.append(parts)
+        if len(from_several) > 1:
+            return self._packed_words(from_several, packed="right", apart="left")
+        if len(into_several) > 1:
+            return self._packed_words(into_several, packed="left", apart="right")
+        return ""
+
+    def _packed_words(self, pieces: list[list[str]], *, packed: str, apart: str) -> str:
+        """Return in words where parts are together, and where they are in one tensor for each piece."""
+        parts = list(chain.from_iterable(pieces))
+        letters = [part[-1] for part in parts]
+        letters.sort(key="qkv".find)
+        words = "in"
+        if self.worst(parts) in SAME:
+            words = "the same, in"
+        count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
+        return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"
 
 
 # -- tensors under other names ----------------------------------------------------------------------------------------
@@ -223,21 +309,18 @@ def _renamed(pair: AttentionPair, verdicts: Mapping[str, TensorVerdict], files: 
 
     `verdicts` has the verdict of each part that was compared.
     """
-    shared = _shared_parts(pair, verdicts, files)
-    for names, parts in shared.items():
-        verdict = _worst(parts, verdicts)
-        is_turned = pair.left.roles[names.left].axis != pair.right.roles[names.right].axis
-        if is_turned and verdict in SAME:
-            verdict = "same, permuted"
-        note = _packing(names, shared, verdicts)
-        if is_turned and not note:
-            note = "transposed"
-        yield replace(pair_of_other_shape(files, names.left, names.right), verdict=verdict, note=note)
-
-
-def _worst(parts: Sequence[str], verdicts: Mapping[str, TensorVerdict]) -> TensorVerdict:
-    """Return the worst verdict of several parts together."""
-    return max((verdicts[part] for part in parts), key=_WORSE.index)
+    shared = _Shared(_shared_parts(pair, verdicts, files), verdicts)
+    for names, parts in shared.parts.items():
+        verdict = shared.worst(parts)
+        note = shared.packing(names)
+        left_role = pair.left.roles[names.left]
+        right_role = pair.right.roles[names.right]
+        if left_role.axis != right_role.axis:
+            note = note or "transposed"
+            if verdict in SAME:
+                verdict = "same, permuted"
+        tensors = pair_of_other_shape(files, names.left, names.right)
+        yield replace(tensors, verdict=verdict, note=note)
 
 
 def _shared_parts(
@@ -261,28 +344,3 @@ def _tensors_by_part(attention: NamedAttention, *, without: Mapping[str, StoredT
             for piece in role.heads:
                 tensors[piece.part] = name
     return tensors
-
-
-def _packing(names: _Names, shared: Mapping[_Names, list[str]], verdicts: Mapping[str, TensorVerdict]) -> str:
-    """Return which side has the parts of several tensors in one: `q, k and v are in one tensor on the left and …`.
-
-    Empty if neither has.
-    """
-    from_several = [parts for pair, parts in shared.items() if pair.right == names.right]
-    if len(from_several) > 1:
-        return _packed_words(from_several, verdicts, "right", "left")
-    into_several = [parts for pair, parts in shared.items() if pair.left == names.left]
-    if len(into_several) > 1:
-        return _packed_words(into_several, verdicts, "left", "right")
-    return ""
-
-
-def _packed_words(pieces: list[list[str]], verdicts: Mapping[str, TensorVerdict], packed: str, apart: str) -> str:
-    """Return in words where parts are together, and where they are in one tensor for each piece."""
-    parts: list[str] = []
-    for piece in pieces:
-        parts += piece
-    letters = sorted((part[-1] for part in parts), key="qkv".find)
-    words = "the same, in" if _worst(parts, verdicts) in SAME else "in"
-    count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
-    return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"

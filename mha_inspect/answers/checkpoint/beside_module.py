@@ -109,14 +109,18 @@ class _ModuleTensors:
     @classmethod
     def of(cls, subject: Subject) -> _ModuleTensors:
         module = subject.module
-        state = module.state_dict(keep_vars=True)
-        # A module may also save objects that are no tensors.
-        tensors = {name: tensor for name, tensor in state.items() if hasattr(tensor, "data")}
+        tensors = {}
+        shapes = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            # A module may also save objects that are no tensors.
+            if hasattr(tensor, "data"):
+                tensors[name] = tensor
+                shapes[name] = tuple(tensor.data.shape)
         return cls(
             label=subject.name,
             module=module,
             tensors=tensors,
-            shapes={name: tuple(tensor.data.shape) for name, tensor in tensors.items()},
+            shapes=shapes,
             buffers=frozenset(name for name, _ in module.named_buffers(remove_duplicate=False)),
         )
 
@@ -154,7 +158,9 @@ class _FileForModule:
                 names[name] = in_module
         if not names:
             raise _no_name_in_common(checkpoint, module)
-        of_module = {name: StoredTensor(shape, "float32", 0, None) for name, shape in module.shapes.items()}
+        of_module = {}
+        for name, shape in module.shapes.items():
+            of_module[name] = StoredTensor(shape, "float32", 0, None)
         return cls(
             checkpoint=checkpoint,
             module=module,
@@ -192,9 +198,13 @@ class _FileForModule:
 
     def like(self, *, called: bool) -> LikeModule:
         """Return how the file fits the module. `called` says whether roles come from a run of it."""
-        tensors = self.checkpoint.tensors
-        unexpected = [StoredName(name, tensor.shape) for name, tensor in tensors.items() if name not in self.names]
-        transposed = [StoredName(name, self.shape(name), self.expected(name)) for name in self.transposed.names]
+        unexpected = []
+        for name, tensor in self.checkpoint.tensors.items():
+            if name not in self.names:
+                unexpected.append(StoredName(name, tensor.shape))
+        transposed = []
+        for name in self.transposed.names:
+            transposed.append(StoredName(name, self.shape(name), self.expected(name)))
         return LikeModule(
             module=self.module.label,
             prefix=str(self.prefix),
@@ -232,7 +242,11 @@ class _FileForModule:
         names, unknown = self.transposed.names, self.transposed.unknown
         if names:
             yield _are_transposed(self.transposed, self.module.label)
-        square = [name for name in names if len({*self.shape(name)}) == 1]
+        square = []
+        for name in names:
+            rows, columns = self.shape(name)
+            if rows == columns:
+                square.append(name)
         if square:
             yield _are_square(square)
         if unknown:
@@ -240,16 +254,23 @@ class _FileForModule:
 
     def _about_buffers(self) -> Iterator[str]:
         """Yield a sentence about the tensors of the file that are buffers in the module, with their sizes."""
-        tensors = self.checkpoint.tensors
-        buffers = [name for name, in_module in self.names.items() if in_module in self.module.buffers]
-        if buffers:
-            are = "is a buffer" if len(buffers) == 1 else "are buffers"
-            numel = sum(tensors[name].numel for name in buffers)
-            whole = sum(tensor.numel for tensor in tensors.values())
-            yield (
-                f"{_few(buffers)} {are} of {self.module.label}, not weights: {numel:,} of the {whole:,} numbers in the "
-                "file."
-            )
+        buffers = []
+        numel = 0
+        whole = 0
+        for name, tensor in self.checkpoint.tensors.items():
+            whole += tensor.numel
+            if self.names.get(name) in self.module.buffers:
+                buffers.append(name)
+                numel += tensor.numel
+        if not buffers:
+            return
+        are = "are buffers"
+        if len(buffers) == 1:
+            are = "is a buffer"
+        yield (
+            f"{_few(buffers)} {are} of {self.module.label}, not weights: "
+            f"{numel:,} of the {whole:,} numbers in the file."
+        )
 
 
 def _no_name_in_common(checkpoint: Checkpoint, module: _ModuleTensors) -> InputError:
@@ -466,7 +487,9 @@ def _names_in_file(file: _FileForModule, pruned: Mapping[int, Pruned]) -> dict[s
     for name, in_module in file.names.items():
         if name in readable or in_module in without_heads:
             in_file[in_module] = name
-    names_in_run = {id(parameter): name for name, parameter in file.module.module.named_parameters()}
+    names_in_run = {}
+    for name, parameter in file.module.module.named_parameters():
+        names_in_run[id(parameter)] = name
     for name in file.fitting():
         in_module = file.names[name]
         tensor = file.module.tensors[in_module]

@@ -73,13 +73,16 @@ def _all_pairs(
     exchanges: Sequence[Exchange],
 ) -> list[TensorPair]:
     """Return the pairs of tensors with one name, with the same parts, and with the same numbers."""
-    pairs = list(same_name.values())
+    unordered = list(same_name.values())
     orders: list[Reordered] = []
     for diff in diffs:
-        pairs += diff.renamed
+        unordered += diff.renamed
         orders += diff.orders
-    pairs = [_with_exchange(pair, exchanges) for pair in _with_orders(pairs, orders, files)]
-    return [*pairs, *moved_pairs(files, _left_names(pairs), _right_names(pairs))]
+    pairs = []
+    for pair in _with_orders(unordered, orders, files):
+        pairs.append(_with_exchange(pair, exchanges))
+    pairs += moved_pairs(files, _left_names(pairs), _right_names(pairs))
+    return pairs
 
 
 def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[TensorPair]:
@@ -89,7 +92,11 @@ def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[Tens
 
 def _absent(side: FileSide, paired: Collection[str]) -> tuple[StoredName, ...]:
     """Return the tensors of one side that are not paired."""
-    return tuple(StoredName(name, stored.shape) for name, stored in side.tensors.items() if name not in paired)
+    absent = []
+    for name, stored in side.tensors.items():
+        if name not in paired:
+            absent.append(StoredName(name, stored.shape))
+    return tuple(absent)
 
 
 def _notes(files: TwoFiles, diffs: Sequence[AttentionDiff]) -> Iterator[str]:
@@ -115,9 +122,13 @@ def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files
     with_orders = []
     for pair in pairs:
         tensors_of_pair = remaining.pop((pair.name, pair.other), None)
-        with_orders.append(pair if tensors_of_pair is None else _with_order(pair, tensors_of_pair))
+        if tensors_of_pair is None:
+            with_orders.append(pair)
+        else:
+            with_orders.append(_with_order(pair, tensors_of_pair))
     for (name, right_name), tensors in remaining.items():
-        with_orders.append(_with_order(pair_of_other_shape(files, name, right_name), tensors))
+        pair = pair_of_other_shape(files, name, right_name)
+        with_orders.append(_with_order(pair, tensors))
     return with_orders
 
 
@@ -142,7 +153,10 @@ def _with_exchange(pair: TensorPair, exchanges: Iterable[Exchange]) -> TensorPai
     if pair.verdict != "differs":
         return pair
     for exchange in exchanges:
-        if pair.name in exchange.left_names and pair.other in exchange.right_names:
-            words = exchange.words()
-            return replace(pair, note=f"{pair.note}, {words}" if pair.note else words)
+        if pair.name not in exchange.left_names or pair.other not in exchange.right_names:
+            continue
+        note = exchange.words()
+        if pair.note:
+            note = f"{pair.note}, {note}"
+        return replace(pair, note=note)
     return pair

@@ -22,9 +22,14 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
     if _has_same_bits(report):
         yield f"Yes: all {plural(number, 'tensor')} are the same, bit for bit."
         return
-    answer = "Yes" if report.outcome == "same" else "No"
-    counts = listed(_counts(report.tensors))
-    yield f"{answer}: {plural(number, 'tensor')} on both sides{': ' if counts else ''}{counts}."
+    answer = "No"
+    if report.outcome == "same":
+        answer = "Yes"
+    sentence = f"{answer}: {plural(number, 'tensor')} on both sides"
+    counts = _counts(report.tensors)
+    if counts:
+        sentence += f": {listed(counts)}"
+    yield f"{sentence}."
     unpaired = _renamed_or_absent(report)
     if unpaired:
         yield f"{listed(unpaired)}."
@@ -45,8 +50,10 @@ def _has_same_bits(report: CheckpointDiffReport) -> bool:
 
 def _counts(pairs: Sequence[TensorPair]) -> list[str]:
     """Return how many tensors have each verdict: `3 the same bit for bit`, `1 different`."""
+    verdicts = Counter[TensorVerdict]()
     rounded: set[str] = set()
     for pair in pairs:
+        verdicts[pair.verdict] += 1
         if pair.verdict == "same within rounding":
             rounded |= {pair.left_dtype, pair.right_dtype}
     words: dict[TensorVerdict, str] = {
@@ -56,7 +63,6 @@ def _counts(pairs: Sequence[TensorPair]) -> list[str]:
         "differs": "different",
         "other shape": "of another shape",
     }
-    verdicts = Counter(pair.verdict for pair in pairs)
     counts = []
     for verdict, text in words.items():
         if verdict in verdicts:
@@ -79,8 +85,11 @@ def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
 
 def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     """Return the notes on the tensors that several tensors of the other side are paired with, each once."""
-    on_left = Counter(pair.name for pair in pairs)
-    on_right = Counter(pair.other for pair in pairs)
+    on_left = Counter[str]()
+    on_right = Counter[str]()
+    for pair in pairs:
+        on_left[pair.name] += 1
+        on_right[pair.other] += 1
     notes: dict[str, None] = {}
     for pair in pairs:
         if on_left[pair.name] > 1 or on_right[pair.other] > 1:
@@ -142,11 +151,14 @@ def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
     heads.sort(key=lambda head: head.change, reverse=True)
     most = [head.words() for head in heads[:_NAMED]]
     yield f"Heads that changed most, relative to the left norm: {', '.join(most)}."
-    modules = dict.fromkeys(head.part.left for head in heads)
-    if len(modules) > _NAMED:
+    matrices_by_module: dict[str, list[PartPair]] = {head.part.left: [] for head in heads}
+    if len(matrices_by_module) > _NAMED:
         return
-    for module in modules:
-        few = _few_changed([matrix for matrix in matrices if matrix.left == module])
+    for matrix in matrices:
+        if matrix.left in matrices_by_module:
+            matrices_by_module[matrix.left].append(matrix)
+    for module, matrices_of_module in matrices_by_module.items():
+        few = _few_changed(matrices_of_module)
         if few:
             yield f"In {shown(module) or 'the file'} only {listed(few)} changed."
 

@@ -82,17 +82,22 @@ def _with_parts(attention: NamedAttention, parts: Collection[str]) -> dict[str, 
     """Return the tensors that have one of these parts, with their roles."""
     roles = {}
     for name, role in attention.roles.items():
-        if not {piece.part for piece in role.heads}.isdisjoint(parts):
+        if any(piece.part in parts for piece in role.heads):
             roles[name] = role
     return roles
 
 
 def _numbers(
-    attention: NamedAttention, tensors: Mapping[str, StoredTensor], parts: Collection[str]
+    attention: NamedAttention,
+    tensors: Mapping[str, StoredTensor],
+    parts: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the numbers of these parts, with the features of the heads first: `features embed` of a matrix."""
-    by_head = numbers_of(_with_parts(attention, parts), tensors)
-    return {part: heads[0] for part, heads in by_head.items() if part in parts}
+    numbers = {}
+    for part, heads in numbers_of(_with_parts(attention, parts), tensors).items():
+        if part in parts:
+            numbers[part] = heads[0]
+    return numbers
 
 
 def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move]:
@@ -104,15 +109,17 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move
     for part in left:
         if part in right and not _is_same(left[part], right[part]):
             differing.append(part)
-    places: dict[str, str] = {}
+    moves = []
     for part in differing:
         # No part is equal to the one of its own name: all of these differ.
         equal = [place for place in differing if _is_same(left[part], right[place])]
         if len(equal) == 1:
-            places[part] = equal[0]
-    if places.keys() != {*places.values()}:
+            moves.append(Move(part, equal[0]))
+    sources = {move.left for move in moves}
+    targets = {move.right for move in moves}
+    if sources != targets:
         return []
-    return [Move(part, place) for part, place in places.items()]
+    return moves
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
@@ -121,27 +128,40 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
         return False
     step = max(_step(left), _step(right))
     # Most parts differ in their first row, and need no copy of the rest.
-    return _is_close(left[:1], right[:1], step) and _is_close(left, right, step)
+    if not _is_close(left[:1], right[:1], step):
+        return False
+    return _is_close(left, right, step)
 
 
 def _step(numbers: Tensor) -> float:
     """Return the relative distance of neighbouring numbers of a dtype; 0 for integers."""
-    return torch.finfo(numbers.dtype).eps if numbers.dtype.is_floating_point else 0.0
+    if not numbers.dtype.is_floating_point:
+        return 0.0
+    return torch.finfo(numbers.dtype).eps
 
 
 def _is_close(left: Tensor, right: Tensor, step: float) -> bool:
-    return torch.allclose(left.double(), right.double(), rtol=step, atol=0, equal_nan=True)
+    return torch.allclose(
+        left.double(),
+        right.double(),
+        rtol=step,
+        atol=0,
+        equal_nan=True,
+    )
 
 
 def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
     """Yield a sentence for each exchange, with the attentions that have it."""
     paths_by_moves: dict[tuple[Move, ...], list[str]] = {}
     for exchange in exchanges:
-        paths_by_moves.setdefault(exchange.moves, []).append(exchange.module)
+        paths = paths_by_moves.setdefault(exchange.moves, [])
+        if exchange.module:
+            paths.append(shown(exchange.module))
     for moves, paths in paths_by_moves.items():
         letters = _letters(moves)
-        named = [shown(path) for path in paths if path]
-        where = f" in {first_few(named, 3)}" if named else ""
+        where = ""
+        if paths:
+            where = f" in {first_few(paths, 3)}"
         equal = listed([move.words() for move in moves]).replace(" and ", ", and ")
         yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal}."
 

@@ -61,7 +61,13 @@ def _notes(attentions: Sequence[StoredAttention], *, uses_config: bool, loads: b
         yield "No tensor has the name of an attention's projection, so their roles are unknown."
         return
     yield "Roles come from names and shapes; nothing was run."
-    ambiguous = Counter(stored.fits for stored in attentions if stored.fits)
+    ambiguous = Counter[tuple[int, ...]]()
+    impossible = 0
+    for stored in attentions:
+        if stored.fits:
+            ambiguous[stored.fits] += 1
+        elif stored.num_heads is None:
+            impossible += 1
     for counts, number in ambiguous.items():
         attentions_of_them = plural(number, "attention")
         yield f"num_heads is not in the file: {_numbers(counts)} fit the shapes of {attentions_of_them}."
@@ -71,7 +77,6 @@ def _notes(attentions: Sequence[StoredAttention], *, uses_config: bool, loads: b
         yield f"{warning}Give the right head count: --num-heads N."
     if uses_config and any(stored.num_heads for stored in attentions):
         yield "Head counts are from config.json, or the only ones that fit the shapes."
-    impossible = sum(not stored.fits and stored.num_heads is None for stored in attentions)
     if impossible:
         yield f"No number of heads fits the shapes of {plural(impossible, 'attention')}."
 

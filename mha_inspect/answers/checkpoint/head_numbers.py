@@ -18,41 +18,61 @@ def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -
 
     A matrix is `heads head_dim embed`, a bias `heads head_dim`.
     """
-    slices: dict[str, dict[int, list[Tensor]]] = {}
+    pieces_by_part: dict[str, dict[int, list[Tensor]]] = {}
     for name, role in roles.items():
         if not role.heads or not tensors[name].has_numbers:
             continue
         content = read_stored(tensors[name], shown(name))
         for piece in role.heads:
-            heads = slices.setdefault(piece.part, {})
+            by_head = pieces_by_part.setdefault(piece.part, {})
             numbers = _numbers_at(content, piece).movedim(role.axis, 0)
-            heads.setdefault(piece.head, []).append(numbers)
-    by_part = {}
-    for part, by_head in slices.items():
-        in_order = [torch.cat(pieces) for _, pieces in sorted(by_head.items())]
-        if all(numbers.shape == in_order[0].shape for numbers in in_order):
-            by_part[part] = torch.stack(in_order)
-    return by_part
+            by_head.setdefault(piece.head, []).append(numbers)
+    parts = {}
+    for part, by_head in pieces_by_part.items():
+        numbers_by_head = _stacked(by_head)
+        if numbers_by_head is not None:
+            parts[part] = numbers_by_head
+    return parts
+
+
+def _stacked(pieces: Mapping[int, list[Tensor]]) -> Tensor | None:
+    """Return the pieces of all heads, `heads head_dim embed`; None if the heads have different shapes."""
+    heads = []
+    for number in sorted(pieces):
+        heads.append(torch.cat(pieces[number]))
+    for head in heads:
+        if head.shape != heads[0].shape:
+            return None
+    return torch.stack(heads)
 
 
 def _numbers_at(content: Tensor, piece: HeadSlice) -> Tensor:
     """Return the rows and columns of one head; a bias with further dimensions of size 1 is a vector first."""
     start, stop = piece.rows
     if piece.columns is None:
-        vector = content if content.dim() == 1 else content.squeeze()
+        vector = _with_dimensions(content, 1)
         return vector[start:stop]
-    matrix = content if content.dim() == 2 else content.squeeze()
+    matrix = _with_dimensions(content, 2)
     first, end = piece.columns
     return matrix[start:stop, first:end]
 
 
+def _with_dimensions(content: Tensor, count: int) -> Tensor:
+    """Return a tensor with this many dimensions: without those of size 1, if it has more."""
+    if content.dim() == count:
+        return content
+    return content.squeeze()
+
+
 def unusual_heads(module: str, numbers: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each unusual finding in the matrices of an attention."""
+    where = shown(module) or "the file"
     matrices = [part for part in numbers if part.startswith("W")]
     matrices.sort(key=lambda part: "qkvo".find(part[-1]))
     for part in matrices:
         # From `heads head_dim embed` to one row a head.
-        yield from _unusual(numbers[part].flatten(1), f"{part} of {shown(module) or 'the file'}")
+        rows = numbers[part].flatten(1)
+        yield from _unusual(rows, f"{part} of {where}")
 
 
 def _unusual(heads: Tensor, label: str) -> Iterator[str]:
@@ -77,7 +97,8 @@ def _unusual(heads: Tensor, label: str) -> Iterator[str]:
 
 
 def _bits(numbers: Tensor) -> bytes:
-    return numbers.contiguous().view(torch.uint8).numpy().tobytes()
+    as_bytes = numbers.contiguous().view(torch.uint8)
+    return as_bytes.numpy().tobytes()
 
 
 def _heads_are(heads: list[int]) -> str:

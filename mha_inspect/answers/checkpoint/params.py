@@ -58,9 +58,14 @@ def params_of_checkpoint(
     notes = [*checkpoint.notes, *file_roles.notes]
     if show is not None and show.stats:
         notes += _unusual_heads(file_roles, tensors)
-    numel = sum(tensor.numel for tensor in tensors.values())
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    most_frequent, _ = Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0]
+    numel = 0
+    nbytes = 0
+    dtypes = Counter[str]()
+    for tensor in tensors.values():
+        numel += tensor.numel
+        nbytes += tensor.nbytes
+        dtypes[tensor.dtype] += 1
+    most_frequent, _ = dtypes.most_common(1)[0]
     parameters = []
     for name, tensor in tensors.items():
         role = file_roles.roles.get(name, _NO_ROLE)
@@ -91,7 +96,10 @@ def _unusual_heads(file_roles: FileRoles, tensors: Mapping[str, StoredTensor]) -
     from .head_numbers import numbers_of, unusual_heads
 
     for stored in file_roles.attentions:
-        roles = {name: file_roles.roles[name] for name in stored.parameters if name in file_roles.roles}
+        roles = {}
+        for name in stored.parameters:
+            if name in file_roles.roles:
+                roles[name] = file_roles.roles[name]
         yield from unusual_heads(stored.module, numbers_of(roles, tensors))
 
 

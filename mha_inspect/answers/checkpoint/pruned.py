@@ -50,49 +50,69 @@ def pruned_in(
         stored: the shape that the file has instead, of those parameters that have another there.
     """
     shapes = {projection.part: projection.shape for projection in projections}
-    if not shapes.keys() >= {*_MATRICES}:
+    if not shapes.keys() >= set(_MATRICES):
         return None
     tensors = _tensor_of_each_part(projections)
     if tensors is None:
         return None
-    counts = {shapes[part][0] for part in tensors}
-    counts_in_file = {_kept(name, roles, expected, stored) for name in tensors.values()}
-    if len(counts) > 1 or len(counts_in_file) > 1:
-        return None
-    (heads,), (kept,) = counts, counts_in_file
+    heads = shapes["W_q"][0]
+    kept = _kept(tensors["W_q"], roles, expected, stored)
     if not 0 < kept < heads:
         return None
-    return Pruned(module, tuple(tensors.values()), kept, heads, head_dim=shapes["W_q"][1])
+    for part, name in tensors.items():
+        if shapes[part][0] != heads:
+            return None
+        if _kept(name, roles, expected, stored) != kept:
+            return None
+    return Pruned(
+        module=module,
+        parameters=tuple(tensors.values()),
+        kept=kept,
+        heads=heads,
+        head_dim=shapes["W_q"][1],
+    )
 
 
 def _tensor_of_each_part(projections: list[Projection]) -> dict[str, str] | None:
     """Return the parameter of each matrix and bias by head; None unless each is a parameter of its own."""
     tensors = {}
     for projection in projections:
-        if projection.part in (*_MATRICES, *_BIASES):
-            if len(projection.parameters) != 1:
-                return None
-            tensors[projection.part] = projection.parameters[0]
-    are_distinct = len({*tensors.values()}) == len(tensors)
-    return tensors if are_distinct else None
+        if projection.part not in _MATRICES and projection.part not in _BIASES:
+            continue
+        if len(projection.parameters) != 1:
+            return None
+        tensors[projection.part] = projection.parameters[0]
+    if len(set(tensors.values())) < len(tensors):
+        return None
+    return tensors
 
 
 def _kept(
-    name: str, roles: Mapping[str, ParameterRole], expected: Mapping[str, Shape], stored: Mapping[str, Shape]
+    name: str,
+    roles: Mapping[str, ParameterRole],
+    expected: Mapping[str, Shape],
+    stored: Mapping[str, Shape],
 ) -> int:
     """Return the number of heads that a tensor of a file has; 0 if its shape is not that of some heads."""
-    pieces = roles[name].heads if name in roles else ()
-    if name not in stored or len(pieces) < 2:
+    if name not in stored or name not in roles:
         return 0
-    whole, shape = expected[name], stored[name]
+    pieces = roles[name].heads
+    if len(pieces) < 2:
+        return 0
+    whole = expected[name]
+    shape = stored[name]
     # With the same rows for all heads, these are columns: as in W_o.
-    axis = 1 if len({piece.rows for piece in pieces}) == 1 else 0
+    are_columns = len({piece.rows for piece in pieces}) == 1
+    axis = int(are_columns)
     if len(shape) != len(whole) or not _differs_only_in(axis, shape, whole):
         return 0
     width, rest = divmod(whole[axis], len(pieces))
-    if rest or not width or shape[axis] % width:
+    if rest or not width:
         return 0
-    return shape[axis] // width
+    kept, rest = divmod(shape[axis], width)
+    if rest:
+        return 0
+    return kept
 
 
 def _differs_only_in(axis: int, shape: Shape, whole: Shape) -> bool:
@@ -102,20 +122,34 @@ def _differs_only_in(axis: int, shape: Shape, whole: Shape) -> bool:
 
 def with_kept_heads(role: ParameterRole, pruned: Pruned) -> ParameterRole:
     """Return the role of a tensor in the file: without the heads that it lacks."""
-    return replace(role, heads=tuple(piece for piece in role.heads if piece.head < pruned.kept))
+    heads = tuple(piece for piece in role.heads if piece.head < pruned.kept)
+    return replace(role, heads=heads)
+
+
+@dataclass(frozen=True)
+class _Pruning:
+    """Numbers of heads that several attentions share."""
+
+    kept: int
+    heads: int
+    head_dim: int
 
 
 def pruned_notes(attentions: list[Pruned], label: str) -> Iterator[str]:
     """Yield a sentence for each number of heads that are left, with the attentions."""
-    groups: dict[tuple[int, int, int], list[str]] = {}
+    paths_by_pruning: dict[_Pruning, list[str]] = {}
     for attention in attentions:
-        sizes = attention.kept, attention.heads, attention.head_dim
-        groups.setdefault(sizes, []).append(attention.module)
-    for (kept, heads, head_dim), paths in groups.items():
-        named = [shown(path) for path in dict.fromkeys(paths) if path]
-        where = f" in {first_few(named, 3)}" if named else ""
+        pruning = _Pruning(attention.kept, attention.heads, attention.head_dim)
+        paths = paths_by_pruning.setdefault(pruning, [])
+        if attention.module and attention.module not in paths:
+            paths.append(attention.module)
+    for pruning, paths in paths_by_pruning.items():
+        where = ""
+        if paths:
+            where = f" in {first_few(list(map(shown, paths)), 3)}"
+        kept = plural(pruning.kept, "head")
         yield (
-            f"The file has {plural(kept, 'head')} of {head_dim} features{where} where {label} has {heads}: "
+            f"The file has {kept} of {pruning.head_dim} features{where} where {label} has {pruning.heads}: "
             "heads were pruned. Prune the same heads of the module before loading, in transformers by "
             "config.pruned_heads."
         )

@@ -42,20 +42,27 @@ def reordered(pair: AttentionPair, files: TwoFiles, is_same: Callable[[str, str]
 
     `is_same` says of two tensors, by their names on the left and on the right, that they need no comparison.
     """
-    left, right = _by_part(pair.left), _by_part(pair.right)
+    left = _by_part(pair.left)
+    right = _by_part(pair.right)
     for part, name in left.items():
         if part in right and not is_same(name, right[part]):
             yield from _reordered((name,), right[part], part, pair, files)
     for part, name in right.items():
         singles = _singles(part)
-        is_packed_only_here = len(singles) > 1 and part not in left
-        if is_packed_only_here and left.keys() >= {*singles}:
-            yield from _reordered(tuple(left[single] for single in singles), name, part, pair, files)
+        if part in left or len(singles) < 2:
+            continue
+        if left.keys() >= set(singles):
+            names = tuple(left[single] for single in singles)
+            yield from _reordered(names, name, part, pair, files)
 
 
 def _by_part(attention: NamedAttention) -> dict[str, str]:
     """Return the tensor of each part: `{"W_q": "layers.0.attention.wq.weight"}`."""
-    return {role.part: name for name, role in attention.roles.items() if role.part}
+    names = {}
+    for name, role in attention.roles.items():
+        if role.part:
+            names[role.part] = name
+    return names
 
 
 def _singles(part: str) -> list[str]:
@@ -65,16 +72,19 @@ def _singles(part: str) -> list[str]:
 
 
 def _reordered(
-    names: tuple[str, ...], right_name: str, part: str, pair: AttentionPair, files: TwoFiles
+    names: tuple[str, ...],
+    right_name: str,
+    part: str,
+    pair: AttentionPair,
+    files: TwoFiles,
 ) -> Iterator[Reordered]:
     """Yield how a tensor of the right is a tensor of the left, or several one after the other, in another order.
 
     Nothing if it is not, or is only transposed.
     """
-    tensors = [files.left.read(name) for name in names]
-    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+    left = _together([files.left.read(name) for name in names])
+    if left is None:
         return
-    left = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     right = files.right.read(right_name)
     from_left = explain(left, right, _sizes(pair.left, pair.right, part))
     if from_left is not None:
@@ -87,6 +97,16 @@ def _reordered(
         if from_right is not None:
             order = _described(from_right, right, left, swapped=True)
             yield Reordered(names, right_name, part, order, _is_usual(from_right))
+
+
+def _together(tensors: list[Tensor]) -> Tensor | None:
+    """Return tensors one after the other, `(part rows) columns`; None if they differ in their columns."""
+    if len(tensors) == 1:
+        return tensors[0]
+    for tensor in tensors:
+        if tensor.shape[1:] != tensors[0].shape[1:]:
+            return None
+    return torch.cat(tensors)
 
 
 def _sizes(attention: NamedAttention, beside: NamedAttention, part: str) -> dict[str, int]:
@@ -119,7 +139,8 @@ def _described(reordering: Reordering, left: Tensor, right: Tensor, *, swapped: 
     names = reordering.names
     line = ""
     if names and not swapped:
-        line = names[0].line("w.T" if reordering.transposed else "w", reordering.axis, right.dim())
+        weight = "w.T" if reordering.transposed else "w"
+        line = names[0].line(weight, reordering.axis, right.dim())
     kept: Literal["all", "some", "repeated"] = "all"
     if left.numel() > right.numel():
         kept = "some"
@@ -143,7 +164,9 @@ def order_words(order: RowOrder) -> str:
     `the same rows in another order, (heads two half) -> (heads half two): rotary halves on the left, …`, or for heads
     that are pruned `the right has some of the left's rows, heads 0–1, 3 of 4: without head 2 (pruned)`.
     """
-    source, result = ("right", "left") if order.swapped else ("left", "right")
+    source, result = "left", "right"
+    if order.swapped:
+        source, result = "right", "left"
     if order.kept == "all":
         words = f"the same {order.axis} in another order"
     elif order.kept == "some":
@@ -152,13 +175,23 @@ def order_words(order: RowOrder) -> str:
         words = f"the {result} has the {source}'s {order.axis} several times"
     if order.transposed:
         words += ", transposed"
-    named = []
-    for pattern, meaning in zip(order.patterns, order.meanings, strict=True):
-        named.append(f"{pattern}: {meaning}" if meaning else pattern)
-    words += f", {', or '.join(named)}" if named else ", which has no name"
+    words += f", {_names_of(order)}"
     if not order.remaining:
         return words
     return f"nearly {words}; what remains is {percent(order.remaining)} of its size"
+
+
+def _names_of(order: RowOrder) -> str:
+    """Return the patterns that an order may be, with their meanings: `(heads two half) -> (heads half two): …`."""
+    if not order.patterns:
+        return "which has no name"
+    named = []
+    for pattern, meaning in zip(order.patterns, order.meanings, strict=True):
+        if meaning:
+            named.append(f"{pattern}: {meaning}")
+        else:
+            named.append(pattern)
+    return ", or ".join(named)
 
 
 def is_reordered(part: str, orders: Mapping[str, RowOrder]) -> bool:

@@ -40,17 +40,21 @@ class Stacked:
 
     def join_line(self) -> str:
         """Return the line that joins the tensors of a state dict."""
-        along = f", {self.axis}" if self.axis else ""
         entries = ", ".join(map(_popped, self.apart))
-        return f"{_entry(self.packed)} = torch.cat([{entries}]{along})"
+        return f"{_entry(self.packed)} = torch.cat([{entries}]{self._along()})"
 
     def _cut(self) -> str:
         """Return the call that cuts the tensor into its parts: `chunk(3)`, or `split([64, 32, 32])`."""
         sizes = [stop - start for start, stop in self._bounds()]
-        along = f", {self.axis}" if self.axis else ""
         if min(sizes) == max(sizes):
-            return f"chunk({len(sizes)}{along})"
-        return f"split({sizes}{along})"
+            return f"chunk({len(sizes)}{self._along()})"
+        return f"split({sizes}{self._along()})"
+
+    def _along(self) -> str:
+        """Return the last argument of a call along the dimension of the parts; empty for dimension 0."""
+        if self.axis == 0:
+            return ""
+        return f", {self.axis}"
 
     def _bounds(self) -> list[tuple[int, int]]:
         """Return the first and the last row of each part, or the columns if the parts lie side by side."""
@@ -65,9 +69,14 @@ class Stacked:
     def words(self) -> str:
         """Return what the tensor is: `q, k and v stacked: rows 0–31, 32–63, 64–95`."""
         letters = listed([block.part[-1] for block in self.blocks])
-        unit = "elements" if self.is_vector else _DIMS[self.axis]
-        way = "side by side" if self.axis else "stacked"
-        return f"{letters} {way}: {unit} {', '.join(map(span, self._bounds()))}"
+        way = "stacked"
+        if self.axis == 1:
+            way = "side by side"
+        unit = _DIMS[self.axis]
+        if self.is_vector:
+            unit = "elements"
+        spans = ", ".join(map(span, self._bounds()))
+        return f"{letters} {way}: {unit} {spans}"
 
 
 def _entry(name: str) -> str:
@@ -90,41 +99,55 @@ def find_stacked(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredT
 
     Attentions are paired by their paths. A tensor that both sides have is none.
     """
-    by_path = {attention.stored.module: attention for attention in find_attentions(apart, {}, None)}
+    by_path = {}
+    for attention in find_attentions(apart, {}, None):
+        by_path[attention.stored.module] = attention
     result: list[Stacked] = []
     for attention in find_attentions(packed, {}, None):
         of_parts = by_path.get(attention.stored.module)
         if of_parts is None:
             continue
         for stacked in _of_attention(attention, of_parts):
-            if not _is_on_both_sides(stacked, packed, apart) and _has_shapes(stacked, apart):
+            if _is_on_both_sides(stacked, packed, apart):
+                continue
+            if _has_shapes(stacked, apart):
                 result.append(stacked)
     return sorted(result, key=lambda stacked: stacked.is_vector)
 
 
 def _of_attention(attention: NamedAttention, of_parts: NamedAttention) -> Iterator[Stacked]:
     """Yield the tensors with several parts, each of which is a tensor in the same layout on the other side."""
-    singles = {(role.part, role.axis): name for name, role in of_parts.roles.items()}
+    singles = {}
+    for name, role in of_parts.roles.items():
+        singles[role.part, role.axis] = name
     for name, role in attention.roles.items():
         names = []
         for block in role.blocks:
             single = singles.get((block.part, role.axis))
             if single is not None:
                 names.append(single)
-        if len(role.blocks) > 1 and len(names) == len(role.blocks):
-            is_vector = role.blocks[0].columns is None
-            yield Stacked(name, role.blocks, tuple(names), role.axis, is_vector=is_vector)
+        if len(role.blocks) < 2 or len(names) != len(role.blocks):
+            continue
+        yield Stacked(
+            packed=name,
+            blocks=role.blocks,
+            apart=tuple(names),
+            axis=role.axis,
+            is_vector=role.blocks[0].columns is None,
+        )
 
 
 def _is_on_both_sides(stacked: Stacked, packed: Mapping[str, object], apart: Mapping[str, object]) -> bool:
     """Return whether a side has the tensor as well as its parts."""
-    return stacked.packed in apart or not packed.keys().isdisjoint(stacked.apart)
+    if stacked.packed in apart:
+        return True
+    return not packed.keys().isdisjoint(stacked.apart)
 
 
 def _has_shapes(stacked: Stacked, apart: Mapping[str, StoredTensor]) -> bool:
     """Return whether the tensors of the parts have the sizes of the parts."""
-    pairs = zip(stacked.blocks, stacked.apart, strict=True)
-    return all(_shape(block) == apart[name].shape for block, name in pairs)
+    shapes = [apart[name].shape for name in stacked.apart]
+    return shapes == list(map(_shape, stacked.blocks))
 
 
 def _shape(block: HeadSlice) -> tuple[int, ...]:
@@ -140,21 +163,21 @@ def stacked_notes(to_split: Sequence[Stacked], to_join: Sequence[Stacked], label
     """Yield how to split the tensors of a file, and how to join them, with the line for the first."""
     if to_split:
         first = to_split[0]
-        names = listed([*map(shown, first.apart)])
+        names = listed(list(map(shown, first.apart)))
+        likewise = _likewise(to_split[1:])
         yield (
-            f"{shown(first.packed)} is {first.words()}; {label} has {names}.{_likewise(to_split[1:])} "
+            f"{shown(first.packed)} is {first.words()}; {label} has {names}.{likewise} "
             f"To split it: {first.split_line()}"
         )
     if to_join:
         first = to_join[0]
-        yield (
-            f"{shown(first.packed)} of {label} is {first.words()}.{_likewise(to_join[1:])} "
-            f"To join them: {first.join_line()}"
-        )
+        likewise = _likewise(to_join[1:])
+        yield f"{shown(first.packed)} of {label} is {first.words()}.{likewise} To join them: {first.join_line()}"
 
 
 def _likewise(further: Sequence[Stacked]) -> str:
     """Return the sentence on further tensors: ` Likewise in_proj_bias.`; empty without any."""
     if not further:
         return ""
-    return f" Likewise {first_few([shown(stacked.packed) for stacked in further], 3)}."
+    names = [shown(stacked.packed) for stacked in further]
+    return f" Likewise {first_few(names, 3)}."

@@ -61,7 +61,10 @@ def is_transposed(left: Shape, right: Shape) -> bool:
 
 
 def find_transposed(
-    module: nn.Module, expected: Mapping[str, Shape], tensors: Mapping[str, StoredTensor], names: Mapping[str, str]
+    module: nn.Module,
+    expected: Mapping[str, Shape],
+    tensors: Mapping[str, StoredTensor],
+    names: Mapping[str, str],
 ) -> Transposed:
     """Return the weights that the file has transposed.
 
@@ -73,9 +76,9 @@ def find_transposed(
         blocks.setdefault((_block(matrix, matrices), matrix.kind), []).append(matrix)
     transposed: set[str] = set()
     unknown: set[str] = set()
+    kinds: set[type] = set()
     for (path, kind), block in blocks.items():
-        # Without numbers in the paths, the block of one matrix may contain the block of another.
-        around = [matrix for matrix in matrices if matrix.kind is kind and _is_inside(matrix, path)]
+        around = _around(path, kind, matrices)
         of_transposed = _verdicts_of_transposed(around)
         if not of_transposed:
             continue
@@ -83,16 +86,28 @@ def find_transposed(
             verdict = _verdict(matrix, around)
             if verdict in of_transposed:
                 transposed.add(matrix.name)
+                kinds.add(kind)
             elif verdict == "square":
                 unknown.add(matrix.name)
     from torch import nn
 
-    kinds = {matrix.kind for matrix in matrices if matrix.name in transposed}
     return Transposed(
         names=_in_order(transposed, tensors),
         unknown=_in_order(unknown, tensors),
         of_linear=kinds <= {nn.Linear},
     )
+
+
+def _around(path: str, kind: type, matrices: list[_Matrix]) -> list[_Matrix]:
+    """Return the matrices of a kind inside a path.
+
+    Without numbers in the paths, the block of one matrix may contain the block of another.
+    """
+    around = []
+    for matrix in matrices:
+        if matrix.kind is kind and _is_inside(matrix, path):
+            around.append(matrix)
+    return around
 
 
 def _verdicts_of_transposed(block: list[_Matrix]) -> tuple[Verdict, ...]:

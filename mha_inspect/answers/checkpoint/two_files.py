@@ -29,8 +29,10 @@ class FileSide:
     def of(cls, path: Path, num_heads: int | None) -> FileSide:
         """Read the header of a checkpoint, and find its attentions by names and shapes."""
         file = read_checkpoint(path)
-        attentions = find_attentions(file.tensors, file.config, num_heads)
-        return cls(file, {attention.stored.module: attention for attention in attentions})
+        attentions = {}
+        for attention in find_attentions(file.tensors, file.config, num_heads):
+            attentions[attention.stored.module] = attention
+        return cls(file, attentions)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -43,14 +45,19 @@ class FileSide:
 
     def report(self) -> CheckpointSide:
         """Return the sizes of the checkpoint."""
-        tensors = self.tensors.values()
-        dtypes = Counter(tensor.dtype for tensor in tensors).most_common()
+        dtypes = Counter[str]()
+        numel = 0
+        nbytes = 0
+        for tensor in self.tensors.values():
+            dtypes[tensor.dtype] += 1
+            numel += tensor.numel
+            nbytes += tensor.nbytes
         return CheckpointSide(
             name=self.file.path.resolve().name,
-            tensors=len(tensors),
-            numel=sum(tensor.numel for tensor in tensors),
-            nbytes=sum(tensor.nbytes for tensor in tensors),
-            dtypes=tuple(dtype for dtype, _ in dtypes),
+            tensors=len(self.tensors),
+            numel=numel,
+            nbytes=nbytes,
+            dtypes=tuple(dtype for dtype, _ in dtypes.most_common()),
         )
 
     def with_heads(self, attention: NamedAttention, count: int) -> NamedAttention:
@@ -87,7 +94,9 @@ class AttentionPair:
 
 
 def _as_one_head(attention: NamedAttention) -> NamedAttention:
-    roles = {name: replace(role, heads=role.blocks) for name, role in attention.roles.items()}
+    roles = {}
+    for name, role in attention.roles.items():
+        roles[name] = replace(role, heads=role.blocks)
     return replace(attention, roles=roles)
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from .facts import Facts, Operand
 from .reached import LAYERS
 from .sequences import is_mask_of_keys
 from .suspect import Suspect
-from .tried import Fix, of_shape
+from .tried import Fix, of_shape, to_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +38,27 @@ def mixed_devices(facts: Facts) -> Suspect | None:
 def _to_one_device(facts: Facts, odd: _Odd) -> Fix:
     """Return how to get the tensors of other devices to the usual one. A tensor on meta has no numbers to move."""
     usual = odd.usual
-    elsewhere = [o for o in facts.operands if o.device != usual]
+    elsewhere = [operand for operand in facts.operands if operand.device != usual]
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(usual)
+
+    def created(tensor: Tensor) -> Tensor:
+        return torch.zeros(
+            tensor.shape,
+            dtype=tensor.dtype,
+            device=usual,
+        )
+
     if odd.operand.device == "meta":
-        zeros = [(o, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device=usual)) for o in elsewhere]
-        return Fix(f"create {odd.operand.name} on {usual}, e.g. with device=x.device or register_buffer", zeros)
+        return Fix(
+            f"create {odd.operand.name} on {usual}, e.g. with device=x.device or register_buffer",
+            edits=[(operand, created) for operand in elsewhere],
+        )
     return Fix(
         f"use .to({usual!r}) on the tensor, or move the module and its inputs to one device. Create tensors inside "
         "the module with device=x.device or register_buffer",
-        [(o, lambda tensor: tensor.to(usual)) for o in elsewhere],
+        edits=[(operand, moved) for operand in elsewhere],
     )
 
 
@@ -59,11 +73,22 @@ def mask_of_integers(facts: Facts) -> Suspect | None:
         rule = "masked_fill takes a boolean mask (True masks a key out)."
     if mask is None:
         return None
-    fixes = (
-        Fix(f"{mask.name} == 0 if 0 means masked out", [(mask, lambda tensor: tensor == 0)]),
-        Fix(f"{mask.name}.bool() if 1 does", [(mask, lambda tensor: tensor.bool())]),
+    return Suspect(
+        "mask_dtype",
+        f"{mask.name} is {mask.dtype}. {rule}",
+        (
+            Fix.editing(mask, _is_zero, f"{mask.name} == 0 if 0 means masked out"),
+            Fix.editing(mask, _is_not_zero, f"{mask.name}.bool() if 1 does"),
+        ),
     )
-    return Suspect("mask_dtype", f"{mask.name} is {mask.dtype}. {rule}", fixes)
+
+
+def _is_zero(mask: Tensor) -> Tensor:
+    return mask == 0
+
+
+def _is_not_zero(mask: Tensor) -> Tensor:
+    return mask.bool()
 
 
 def _mask_of_layer(facts: Facts) -> Operand | None:
@@ -82,35 +107,42 @@ def mask_of_another_dtype(facts: Facts) -> Suspect | None:
     if not facts.mixes_dtypes:
         return None
     odd = _odd_one(facts, "dtype")
-    mask, usual = odd.operand, odd.usual
+    mask = odd.operand
     if mask is not facts.given("attn_mask"):
         return None
-    fixes: tuple[Fix, ...] = (_converted([mask], usual),)
+    fixes: tuple[Fix, ...] = (_converted([mask], odd.usual),)
     if has_integers(mask):
         fixes = (
-            Fix(f"{mask.name}.bool() if 1 keeps a key", [(mask, lambda tensor: tensor.bool())]),
-            Fix(f"{mask.name} == 0 if 0 does", [(mask, lambda tensor: tensor == 0)]),
+            Fix.editing(mask, _is_not_zero, f"{mask.name}.bool() if 1 keeps a key"),
+            Fix.editing(mask, _is_zero, f"{mask.name} == 0 if 0 does"),
         )
     return Suspect(
         "mask_dtype",
-        f"{mask.name} is {mask.dtype} and the queries are {usual}. A mask must be boolean (True keeps a key) or have "
-        "the dtype of the queries (added to the scores).",
+        f"{mask.name} is {mask.dtype} and the queries are {odd.usual}. A mask must be boolean (True keeps a key) or "
+        "have the dtype of the queries (added to the scores).",
         fixes,
     )
 
 
 def integers_for_numbers(facts: Facts) -> Suspect | None:
     """Judge integers that are given to a layer for floating numbers: token ids without an embedding."""
+    if not facts.mixes_dtypes:
+        return None
     x = facts.given("input")
-    if not facts.mixes_dtypes or x is None or not has_integers(x):
+    if x is None or not has_integers(x):
         return None
     usual = _odd_one(facts, "dtype").usual
-    kind: torch.dtype = getattr(torch, usual)
-    fixes = [Fix(f"convert numbers with .to(torch.{usual})", [(x, lambda tensor: tensor.to(kind))])]
+    fixes = []
     if facts.base == "linear":
-        embedded = of_shape((*x.shape, facts.operands[1].shape[-1]), kind)
-        fixes.insert(0, Fix("pass token ids through nn.Embedding first", [(x, embedded)]))
-    return Suspect("mixed_dtypes", f"{x.name} is {x.dtype}: integers, as token ids are.", tuple(fixes))
+        weight = facts.operands[1]
+        embedded = of_shape((*x.shape, weight.shape[-1]), getattr(torch, usual))
+        fixes.append(Fix.editing(x, embedded, "pass token ids through nn.Embedding first"))
+    fixes.append(Fix.editing(x, to_dtype(usual), f"convert numbers with .to(torch.{usual})"))
+    return Suspect(
+        "mixed_dtypes",
+        f"{x.name} is {x.dtype}: integers, as token ids are.",
+        tuple(fixes),
+    )
 
 
 def mixed_dtypes(facts: Facts) -> Suspect | None:
@@ -125,13 +157,15 @@ def mixed_dtypes(facts: Facts) -> Suspect | None:
 def _to_one_dtype(facts: Facts, odd: _Odd) -> Iterator[Fix]:
     """Yield how to bring the operands to one dtype."""
     dtype = odd.operand.dtype
-    yield _converted([o for o in facts.operands if o.dtype == dtype], odd.usual)
-    usual_ones = [o for o in facts.operands if o.dtype == odd.usual]
-    if all(o.is_parameter for o in usual_ones):
-        kind: torch.dtype = getattr(torch, dtype)
-        edits = [(o, lambda tensor: tensor.to(kind)) for o in usual_ones]
-        yield Fix(f"convert the module with .to(torch.{dtype})", edits)
-    function, device = facts.call.function, odd.operand.given.value.device.type
+    yield _converted([operand for operand in facts.operands if operand.dtype == dtype], odd.usual)
+    usual_ones = [operand for operand in facts.operands if operand.dtype == odd.usual]
+    if all(operand.is_parameter for operand in usual_ones):
+        yield Fix(
+            f"convert the module with .to(torch.{dtype})",
+            edits=[(operand, to_dtype(dtype)) for operand in usual_ones],
+        )
+    function = facts.call.function
+    device = odd.operand.given.value.device.type
     if function is None:
         return
 
@@ -143,8 +177,10 @@ def _to_one_dtype(facts: Facts, odd: _Odd) -> Iterator[Fix]:
 
 
 def _converted(operands: Sequence[Operand], dtype: str) -> Fix:
-    kind: torch.dtype = getattr(torch, dtype)
-    return Fix(f"use {operands[0].name}.to(torch.{dtype})", [(o, lambda tensor: tensor.to(kind)) for o in operands])
+    return Fix(
+        f"use {operands[0].name}.to(torch.{dtype})",
+        edits=[(operand, to_dtype(dtype)) for operand in operands],
+    )
 
 
 def has_integers(operand: Operand) -> bool:
@@ -158,9 +194,12 @@ def _odd_one(facts: Facts, what: Literal["device", "dtype"]) -> _Odd:
     A tensor that is given several times counts once.
     """
     votes = Counter[str]()
-    by_tensor = {o.given.tensor.id: o for o in facts.operands}
+    by_tensor = {operand.given.tensor.id: operand for operand in facts.operands}
     for operand in by_tensor.values():
-        votes[getattr(operand, what)] += 2 if operand.is_parameter else 1
+        weight = 1
+        if operand.is_parameter:
+            weight = 2
+        votes[getattr(operand, what)] += weight
     usual = max(votes, key=votes.__getitem__)
-    odd = next(o for o in facts.operands if getattr(o, what) != usual)
+    odd = next(operand for operand in facts.operands if getattr(operand, what) != usual)
     return _Odd(odd, usual)

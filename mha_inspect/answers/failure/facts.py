@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from typing import Any
 
@@ -62,29 +62,44 @@ class Operand(FailedOperand):
     @property
     def text(self) -> str:
         """`q is [2, 8, 5, 64] batch heads query head_dim`; without axes if none has a name."""
-        named = any(not name.isdigit() for names in self.dims for name in names)
-        return f"{self.is_shape} {self.axes}" if named else self.is_shape
+        names = chain.from_iterable(self.dims)
+        if all(name.isdigit() for name in names):
+            return self.is_shape
+        return f"{self.is_shape} {self.axes}"
 
     def place(self, *names: str) -> int | None:
         """Return the first dimension that contains one of these axes; None if there is none."""
-        return next((place for place, dim in enumerate(self.dims) if not set(names).isdisjoint(dim)), None)
+        for place, dim in enumerate(self.dims):
+            if not set(names).isdisjoint(dim):
+                return place
+        return None
 
     def size(self, *names: str) -> int:
         """Return the size of the first dimension that is exactly one of these axes; 0 if there is none."""
-        dims = zip(self.shape, self.dims, strict=True)
-        return next((size for size, dim in dims if len(dim) == 1 and dim[0] in names), 0)
+        for size, dim in zip(self.shape, self.dims, strict=True):
+            if len(dim) == 1 and dim[0] in names:
+                return size
+        return 0
 
     def axis(self, place: int) -> str:
         """Return name and size of a dimension: `head_dim 64`; only the size if it has no name."""
+        size = self.shape[place]
         dim = self.dims[place]
-        name = dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
-        return str(self.shape[place]) if name.isdigit() else f"{name} {self.shape[place]}"
+        if len(dim) != 1:
+            return f"({' '.join(dim)}) {size}"
+        name = dim[0]
+        if name.isdigit():
+            return str(size)
+        return f"{name} {size}"
 
     @property
     def heads_are_behind(self) -> bool:
         """Whether the heads come after the sequence."""
-        heads, sequence = self.place(*HEADS), self.place(*SEQUENCES)
-        return heads is not None and sequence is not None and len(self.shape) >= 4 and sequence < heads
+        heads = self.place(*HEADS)
+        sequence = self.place(*SEQUENCES)
+        if heads is None or sequence is None:
+            return False
+        return len(self.shape) >= 4 and sequence < heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,33 +143,44 @@ class Facts:
     @property
     def attention(self) -> nn.MultiheadAttention | None:
         """The called nn.MultiheadAttention; None for other calls."""
-        return self.call.layer if isinstance(self.call.layer, nn.MultiheadAttention) else None
+        if isinstance(self.call.layer, nn.MultiheadAttention):
+            return self.call.layer
+        return None
 
     def given(self, *roles: str) -> Operand | None:
         """Return the first operand with one of these roles; None if there is none."""
-        return next((o for o in self.operands if o.role in roles), None)
+        for operand in self.operands:
+            if operand.role in roles:
+                return operand
+        return None
 
     @property
     def pair(self) -> tuple[Operand, Operand] | None:
         """The left and right factor of a product; None for other calls."""
-        return (self.operands[-2], self.operands[-1]) if self.base in PRODUCTS and len(self.operands) >= 2 else None
+        if self.base not in PRODUCTS or len(self.operands) < 2:
+            return None
+        left, right = self.operands[-2:]
+        return left, right
 
     @property
     def factors(self) -> list[Operand]:
         """The operands that are queries, keys or values."""
-        return [o for o in self.operands if o.part not in ("", "weights")]
+        return [operand for operand in self.operands if operand.part not in ("", "weights")]
 
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
         """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
-        scores = next((o for o in self.operands if o.from_scores), None)
-        if scores is None or self.base not in BROADCASTS:
+        if self.base not in BROADCASTS:
+            return None
+        scores = [operand for operand in self.operands if operand.from_scores]
+        if not scores:
             return None
         for operand in self.operands:
             if operand.from_scores or not operand.shape:
                 continue
-            if not any(map(self.reached.graph.is_weight, behind_of(self.reached.graph, operand.given.tensor))):
-                return operand, scores
+            sources = behind_of(self.reached.graph, operand.given.tensor)
+            if not any(map(self.reached.graph.is_weight, sources)):
+                return operand, scores[0]
         return None
 
     @property
@@ -162,33 +188,50 @@ class Facts:
         """Whether the error is about dtypes, and the operands have several."""
         if "boolean mask" in self.message:
             return False
-        names_dtypes = any(word in self.message for word in ("dtype", "scalar type", "data type"))
-        return names_dtypes and len({o.dtype for o in self.operands}) > 1
+        dtypes = {operand.dtype for operand in self.operands}
+        return len(dtypes) > 1 and self._mentions("dtype", "scalar type", "data type")
 
     @property
     def mixes_devices(self) -> bool:
         """Whether the error is about devices, and the operands have several."""
-        return "device" in self.message and len({o.device for o in self.operands}) > 1
+        devices = {operand.device for operand in self.operands}
+        return len(devices) > 1 and self._mentions("device")
 
     @property
     def sizes_clash(self) -> bool:
         """Whether shapes clash; other errors show nothing about shapes."""
         if self.pair is None:
-            return any(word in self.message for word in ("size", "shape", "subscript", "dimension"))
-        left, right = (o.shape for o in self.pair)
-        if min(len(left), len(right)) < 2 or (self.base == "bmm" and (len(left) != 3 or len(right) != 3)):
+            return self._mentions("size", "shape", "subscript", "dimension")
+        left = self.pair[0].shape
+        right = self.pair[1].shape
+        if len(left) < 2 or len(right) < 2:
             return True
-        return left[-1] != right[-2] or first_clash(left[:-2], right[:-2]) is not None
+        if self.base == "bmm" and (len(left) != 3 or len(right) != 3):
+            return True
+        if left[-1] != right[-2]:
+            return True
+        return first_clash(left[:-2], right[:-2]) is not None
+
+    def _mentions(self, *words: str) -> bool:
+        """Return whether one of these words is in the message of the error."""
+        return any(word in self.message for word in words)
 
     @property
     def sizes_of_view(self) -> tuple[int, ...]:
         """The requested shape of a view; empty if unknown."""
         sizes = tuple(_numbers_in(self.call.args))
-        if self.base == "unflatten" and sizes and self.operands:
-            shape = self.operands[0].shape
-            place = sizes[0] % max(len(shape), 1)
-            return (*shape[:place], *sizes[1:], *shape[place + 1 :])
-        return sizes
+        if self.base != "unflatten" or not sizes or not self.operands:
+            return sizes
+        shape = self.operands[0].shape
+        place = sizes[0] % max(len(shape), 1)
+        return (*shape[:place], *sizes[1:], *shape[place + 1 :])
+
+    def of_part(self, *parts: str) -> Operand | None:
+        """Return the first operand with one of these roles in the attention; None if there is none."""
+        for operand in self.operands:
+            if operand.part in parts:
+                return operand
+        return None
 
 
 def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
@@ -229,15 +272,21 @@ class _Names:
     def of(cls, run: Run, site: Site, recorder: Recorder) -> _Names:
         """Return the names of a line; of several variables for one tensor the first counts."""
         recording = run.recording
-        variables: dict[int, str] = {}
-        for name, value in site.variables.items():
-            variables.setdefault(recorder.identify(value).id, name)
         names: dict[int, str] = {}
         for name, value in getattr(site.module, "__dict__", {}).items():
             if isinstance(value, Tensor):
                 names[recorder.identify(value).id] = name
-        names |= {named.tensor.id: named.name for named in (*recording.parameters, *recording.buffers)}
-        return cls(recording, variables, names | variables, recorder.path_of(site.module))
+        for named in (*recording.parameters, *recording.buffers):
+            names[named.tensor.id] = named.name
+        variables: dict[int, str] = {}
+        for name, value in site.variables.items():
+            variables.setdefault(recorder.identify(value).id, name)
+        return cls(
+            recording=recording,
+            variables=variables,
+            names={**names, **variables},
+            path=recorder.path_of(site.module),
+        )
 
     def written(self, tensor: TensorRef) -> str:
         """Return source code for a tensor; empty if unknown."""
@@ -265,7 +314,10 @@ def _operand_of(given: Given, number: int, reached: Reached, names: _Names) -> O
 
 def _stage_of(tensor: TensorRef, reached: Reached) -> str:
     """Return the stage that a tensor is: `scores`; empty for others."""
-    return next((stage for stage, reference in reached.stages.items() if reference.id == tensor.id), "")
+    for stage, reference in reached.stages.items():
+        if reference.id == tensor.id:
+            return stage
+    return ""
 
 
 def _variable_of(tensor: TensorRef, reached: Reached, names: _Names) -> str:
@@ -281,18 +333,22 @@ def _passed(site: Site, recorder: Recorder, names: _Names) -> dict[str, Passed]:
     """Return the tensors that the line gives a module, by argument."""
     passed = {}
     for argument, value in site.given.items():
-        passed[argument] = Passed(names.written(recorder.identify(value)) or argument, value)
+        name = names.written(recorder.identify(value))
+        passed[argument] = Passed(name or argument, value)
     return passed
 
 
 def _rows_cut(module: object) -> dict[int, int]:
     """Return the rows of the weights of a module on this rank, with those on all ranks, where they are cut."""
+    if not isinstance(module, nn.Module):
+        return {}
     cut: dict[int, int] = {}
-    for weight in module.parameters() if isinstance(module, nn.Module) else ():
+    for weight in module.parameters():
         piece = piece_of(weight)
         if piece is None:
             continue
-        rows, whole = local(weight).shape[:1], piece.whole[:1]
+        rows = local(weight).shape[:1]
+        whole = piece.whole[:1]
         if rows != whole:
             cut[rows[0]] = whole[0]
     return cut
@@ -300,8 +356,10 @@ def _rows_cut(module: object) -> dict[int, int]:
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Return the last dimension, counted from -1, in which two shapes cannot be broadcast; None if they can."""
-    for back in range(1, min(len(left), len(right)) + 1):
-        if left[-back] != right[-back] and 1 not in (left[-back], right[-back]):
+    common = min(len(left), len(right))
+    for back in range(1, common + 1):
+        sizes = {left[-back], right[-back]}
+        if len(sizes) == 2 and 1 not in sizes:
             return -back
     return None
 
@@ -316,28 +374,34 @@ def _numbers_in(settings: Any) -> Iterator[int]:
 
 def clash(facts: Facts) -> str:
     """Return in words what does not fit in the call, with the real numbers; empty if everything fits."""
-    operands = facts.operands
     if facts.mixes_devices:
-        devices = ", ".join(f"{o.name} is {o.device}" for o in operands)
-        return f"{devices}: all tensors of a call must be on one device."
+        devices = [f"{operand.name} is {operand.device}" for operand in facts.operands]
+        return f"{', '.join(devices)}: all tensors of a call must be on one device."
     if facts.mixes_dtypes:
-        dtypes = ", ".join(f"{o.name} is {o.dtype}" for o in operands if _is_factor(o))
-        return f"{dtypes}: all factors of a product must have one dtype."
+        dtypes = [f"{operand.name} is {operand.dtype}" for operand in facts.operands if _is_factor(operand)]
+        return f"{', '.join(dtypes)}: all factors of a product must have one dtype."
     if facts.pair is not None:
         return _of_product(*facts.pair)
     if facts.base in (SDPA, *LAYERS, "einsum"):
-        return "; ".join(_each_once(operands)) + "."
-    if facts.base in VIEWS and operands:
+        texts = _each_once(facts.operands)
+        return f"{'; '.join(texts)}."
+    if facts.base in VIEWS and facts.operands:
         return _of_view(facts)
-    if len(operands) < 2:
-        return ""
-    first, second = operands[:2]
-    if facts.base in BROADCASTS:
-        place = first_clash(first.shape, second.shape)
-        return "" if place is None else f"{first.text}, {second.text}. {_clashes(first, second, place)}"
-    if facts.base == "linear":
-        return _of_linear(first, second)
+    if len(facts.operands) >= 2:
+        return _of_two(facts.base, *facts.operands[:2])
     return ""
+
+
+def _of_two(base: str, first: Operand, second: Operand) -> str:
+    """Return what does not fit in a call that broadcasts, or in a linear layer; empty for other calls."""
+    if base == "linear":
+        return _of_linear(first, second)
+    if base not in BROADCASTS:
+        return ""
+    place = first_clash(first.shape, second.shape)
+    if place is None:
+        return ""
+    return f"{first.text}, {second.text}. {_clashes(first, second, place)}"
 
 
 def _is_factor(operand: Operand) -> bool:
@@ -360,9 +424,12 @@ def _of_product(left: Operand, right: Operand) -> str:
 
 def _of_linear(x: Operand, weight: Operand) -> str:
     """Return what does not fit in a linear layer; empty if its input has the features of the weight."""
-    if x.role != "input" or not x.shape or x.shape[-1] == weight.shape[-1]:
+    if x.role != "input" or not x.shape:
         return ""
-    return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {weight.shape[-1]} features."
+    features = weight.shape[-1]
+    if x.shape[-1] == features:
+        return ""
+    return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {features} features."
 
 
 def _clashes(left: Operand, right: Operand, place: int) -> str:
@@ -376,19 +443,29 @@ def _each_once(operands: Sequence[Operand]) -> Iterator[str]:
     for operand in operands:
         by_tensor[operand.given.tensor.id].append(operand)
     for same in by_tensor.values():
-        roles = [o.role for o in same if o.role and o.role != o.name]
-        as_roles = f" (as {', '.join(roles)})" if len(same) > 1 and roles else ""
-        yield f"{same[0].text}{as_roles}"
+        first = same[0]
+        roles = [operand.role for operand in same if operand.role not in ("", operand.name)]
+        if len(same) > 1 and roles:
+            yield f"{first.text} (as {', '.join(roles)})"
+        else:
+            yield first.text
 
 
 def _of_view(facts: Facts) -> str:
     """Return what does not fit in a view: its elements in memory, or the number of its elements."""
-    x, sizes = facts.operands[0], facts.sizes_of_view
+    x = facts.operands[0]
+    sizes = facts.sizes_of_view
     if not sizes or "stride" in facts.message:
-        return f"{x.text}." if x.given.value.is_contiguous() else f"{x.text}, not contiguous in memory."
-    has, wanted = prod(x.shape), prod(size for size in sizes if size != -1)
-    start = f"{x.text}, {has} elements; {text.shape(sizes)}"
+        if x.given.value.is_contiguous():
+            return f"{x.text}."
+        return f"{x.text}, not contiguous in memory."
+    elements = prod(x.shape)
+    wanted = prod(size for size in sizes if size != -1)
+    start = f"{x.text}, {elements} elements; {text.shape(sizes)}"
     if -1 not in sizes:
-        return f"{start} has {wanted}." if has != wanted else ""
-    divides = wanted != 0 and has % wanted == 0
-    return "" if divides else f"{start} needs a multiple of {wanted}."
+        if elements == wanted:
+            return ""
+        return f"{start} has {wanted}."
+    if wanted != 0 and elements % wanted == 0:
+        return ""
+    return f"{start} needs a multiple of {wanted}."

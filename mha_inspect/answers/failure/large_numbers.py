@@ -7,33 +7,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 
-from .facts import Facts
+from .facts import Facts, Operand
 from .suspect import Suspect
 from .tried import Fix
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """The end of the range of a dtype that a number is beyond."""
+
+    end: str
+    """Its name in torch.finfo: `min` or `max`."""
+    value: float
+    adjective: str
+    """`smallest` or `largest`."""
+
+
 def number_too_large(facts: Facts) -> Suspect | None:
     """Return a finite number of the failing call that the dtype of its first operand lacks; None without one."""
-    operand = next(iter(facts.operands), None)
-    if operand is None or not operand.given.value.is_floating_point():
+    if not facts.operands:
         return None
-    limits = torch.finfo(operand.given.value.dtype)
-    for value in (*facts.call.args, *facts.call.kwargs.values()):
-        if _is_number(value) and math.isfinite(value) and abs(value) > limits.max:
-            bound, end, extreme = (limits.min, "min", "smallest") if value < 0 else (limits.max, "max", "largest")
-            function = _with_number(facts.call.function, value, bound)
-            way = f"torch.finfo({operand.name}.dtype).{end} in place of {value:g}"
-            what = f"{operand.name} is {operand.dtype}, and its {extreme} number is {bound:,.6g}"
-            return Suspect("number_too_large", f"{what}: {value:g} does not fit.", (Fix(way, function=function),))
+    operand = facts.operands[0]
+    if not operand.given.value.is_floating_point():
+        return None
+    arguments = (*facts.call.args, *facts.call.kwargs.values())
+    for value in arguments:
+        if not _is_number(value) or not math.isfinite(value):
+            continue
+        limit = _limit_before(value, operand.given.value.dtype)
+        if limit is not None:
+            return _too_large(facts, operand, value, limit)
     return None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _limit_before(number: float, dtype: torch.dtype) -> _Limit | None:
+    """Return the limit of a dtype that a number exceeds; None if the number fits."""
+    limits = torch.finfo(dtype)
+    if abs(number) <= limits.max:
+        return None
+    if number < 0:
+        return _Limit("min", limits.min, "smallest")
+    return _Limit("max", limits.max, "largest")
+
+
+def _too_large(facts: Facts, operand: Operand, number: float, limit: _Limit) -> Suspect:
+    """Return the cause of a number beyond the limit of an operand's dtype."""
+    range_of_dtype = f"{operand.name} is {operand.dtype}, and its {limit.adjective} number is {limit.value:,.6g}"
+    fix = Fix(
+        f"torch.finfo({operand.name}.dtype).{limit.end} in place of {number:g}",
+        function=_with_number(facts.call.function, number, limit.value),
+    )
+    return Suspect(
+        "number_too_large",
+        f"{range_of_dtype}: {number:g} does not fit.",
+        (fix,),
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float))
 
 
 def _with_number(function: Callable[..., Any] | None, old: float, new: float) -> Callable[..., Any] | None:
@@ -43,11 +82,15 @@ def _with_number(function: Callable[..., Any] | None, old: float, new: float) ->
 
     def called(*args: Any, **kwargs: Any) -> Any:
         new_args = [_replaced(value, old, new) for value in args]
-        new_kwargs = {name: _replaced(value, old, new) for name, value in kwargs.items()}
+        new_kwargs = {}
+        for name, value in kwargs.items():
+            new_kwargs[name] = _replaced(value, old, new)
         return function(*new_args, **new_kwargs)
 
     return called
 
 
 def _replaced(value: Any, old: float, new: float) -> Any:
-    return new if isinstance(value, (int, float)) and value == old else value
+    if isinstance(value, (int, float)) and value == old:
+        return new
+    return value

@@ -6,6 +6,7 @@ of a tokenizer has 1 for tokens, and 0 for the padding behind them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,26 +19,69 @@ _PADDING = "key_padding_mask"
 Meaning = Literal["keeps", "masks", "either"]
 
 
+@dataclass(frozen=True, eq=False)
+class _PassedMask:
+    """A mask as the user's line passes it."""
+
+    argument: str
+    """The argument of the module that the line calls; empty if unknown."""
+    passed: Passed
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How to write a mask of the user in source code."""
+
+    name: str
+    unchanged: str
+    """As a padding mask with the same meaning: `mask.bool()`."""
+    inverted: str
+    """As a padding mask with the other meaning: `~mask`."""
+    true: str
+    """Its entry that is not 0: `True` or `1`."""
+
+
 def as_padding(facts: Facts, mask: Operand) -> Fix:
     """Return the fix to pass a mask of keys, `batch key`, as the padding mask, with True for padding."""
-    passed_as, passed = _passed(facts, mask)
-    argument, value, name = _padding_argument(facts, passed_as), passed.value, passed.name
-    inverted, true = f"~{name}", "True"
-    as_it_is = name
-    if value.dtype != torch.bool:
-        inverted, true = f"({name} == 0)", "1"
-        as_it_is = f"{name}.bool()" if _is_of_two(value) else name
+    masking = _passed_mask(facts, mask)
+    argument = _padding_argument(facts, masking.argument)
+    value = masking.passed.value
+    spelling = _spelling_of(masking.passed)
     meaning = _meaning(value)
     if meaning == "masks":
-        return Fix(f"pass it as {argument}={as_it_is}", settings={"attn_mask": None, _PADDING: _boolean(value)})
-    way = f"pass {argument}={inverted}: {true} keeps a key in {name}, and True masks a key out in {argument}"
+        return Fix(
+            f"pass it as {argument}={spelling.unchanged}",
+            settings={"attn_mask": None, _PADDING: _boolean(value)},
+        )
     if meaning == "either":
-        keeps = f"pass {argument}={inverted} if {true} keeps a key in {name}"
-        way = f"{keeps}, or {argument}={as_it_is} if {true} masks it out"
-    return Fix(way, settings={"attn_mask": None, _PADDING: value == 0})
+        way = _either_way(argument, spelling)
+    else:
+        keeps = f"{spelling.true} keeps a key in {spelling.name}"
+        way = f"pass {argument}={spelling.inverted}: {keeps}, and True masks a key out in {argument}"
+    return Fix(
+        way,
+        settings={"attn_mask": None, _PADDING: value == 0},
+    )
 
 
-def _passed(facts: Facts, mask: Operand) -> tuple[str, Passed]:
+def _either_way(argument: str, spelling: _Spelling) -> str:
+    """Return how to pass a mask whose meaning its numbers do not show."""
+    inverted = f"pass {argument}={spelling.inverted} if {spelling.true} keeps a key in {spelling.name}"
+    return f"{inverted}, or {argument}={spelling.unchanged} if {spelling.true} masks it out"
+
+
+def _spelling_of(passed: Passed) -> _Spelling:
+    """Return how to write a mask in source code: booleans, zeros and ones, or numbers that are added to scores."""
+    name = passed.name
+    if passed.value.dtype == torch.bool:
+        return _Spelling(name, unchanged=name, inverted=f"~{name}", true="True")
+    unchanged = name
+    if _is_of_two(passed.value):
+        unchanged = f"{name}.bool()"
+    return _Spelling(name, unchanged, inverted=f"({name} == 0)", true="1")
+
+
+def _passed_mask(facts: Facts, mask: Operand) -> _PassedMask:
     """Return the argument of a mask, and the mask as the user's line passes it.
 
     Modules of torch convert a boolean mask inside, so the only one of its shape counts too.
@@ -45,20 +89,31 @@ def _passed(facts: Facts, mask: Operand) -> tuple[str, Passed]:
     alike = []
     for argument, passed in facts.passed.items():
         if passed.value is mask.given.value:
-            return argument, passed
-        is_of_pairs = argument.endswith("mask") and not argument.endswith(_PADDING)
-        if is_of_pairs and passed.value.shape == mask.shape:
-            alike.append((argument, passed))
-    return alike[0] if len(alike) == 1 else ("", Passed(mask.name, mask.given.value))
+            return _PassedMask(argument, passed)
+        if _is_of_pairs(argument) and passed.value.shape == mask.shape:
+            alike.append(_PassedMask(argument, passed))
+    if len(alike) == 1:
+        return alike[0]
+    return _PassedMask("", Passed(mask.name, mask.given.value))
 
 
-def _padding_argument(facts: Facts, passed_as: str) -> str:
+def _is_of_pairs(argument: str) -> bool:
+    """Return whether an argument is a mask of queries and keys by its name."""
+    if argument.endswith(_PADDING):
+        return False
+    return argument.endswith("mask")
+
+
+def _padding_argument(facts: Facts, mask_argument: str) -> str:
     """Return the padding mask among the arguments of the module that the user's line calls, for the same keys."""
     names = [name for name in facts.called if name.endswith(_PADDING)]
     if len(names) == 1:
         return names[0]
-    side = passed_as.removesuffix("mask")
-    return next((name for name in names if name == f"{side}{_PADDING}"), _PADDING)
+    side = mask_argument.removesuffix("mask")
+    of_same_keys = f"{side}{_PADDING}"
+    if of_same_keys in names:
+        return of_same_keys
+    return _PADDING
 
 
 def _meaning(mask: Tensor) -> Meaning:
@@ -70,18 +125,31 @@ def _meaning(mask: Tensor) -> Meaning:
     if not _is_of_two(mask):
         return "masks"
     ones = mask == 1
-    has_full_row, has_empty_row = bool(ones.all(-1).any()), bool((~ones).all(-1).any())
-    if has_full_row != has_empty_row:
-        return "keeps" if has_full_row else "masks"
-    starts_with_ones = bool((ones[:, 1:] <= ones[:, :-1]).all())
-    return "keeps" if starts_with_ones and mask.dtype != torch.bool else "either"
+    zeros = ~ones
+    has_full_row = bool(ones.all(-1).any())
+    has_empty_row = bool(zeros.all(-1).any())
+    if has_full_row and not has_empty_row:
+        return "keeps"
+    if has_empty_row and not has_full_row:
+        return "masks"
+    if mask.dtype == torch.bool:
+        return "either"
+    never_rises = ones[:, 1:] <= ones[:, :-1]
+    if bool(never_rises.all()):
+        return "keeps"
+    return "either"
 
 
 def _is_of_two(mask: Tensor) -> bool:
     """Return whether a mask has only zeros and ones."""
-    return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all())
+    if mask.is_meta:
+        return False
+    are_of_two = (mask == 0) | (mask == 1)
+    return bool(are_of_two.all())
 
 
 def _boolean(mask: Tensor) -> Tensor:
     """Return a mask of zeros and ones as booleans, and one of other numbers unchanged."""
-    return mask.bool() if _is_of_two(mask) else mask
+    if _is_of_two(mask):
+        return mask.bool()
+    return mask

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import text
 from .facts import BROADCASTS, Facts, Operand, first_clash
 from .suspect import Suspect
-from .tried import Edit, Fix
+from .tried import Edit, Fix, cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,68 +47,105 @@ def transposed_table(facts: Facts) -> Suspect | None:
     pair = _table_of(facts)
     if pair is None or not _meets_the_batch(pair):
         return None
-    table, x, place = pair.table, pair.x, pair.place
-    is_cut = _is_cut_along(facts, table, pair.sequence)
-    if pair.positions < x.shape[place] and not is_cut:
+    is_cut = _is_cut_along(facts, pair.table, pair.sequence)
+    if not is_cut and pair.positions < pair.x.shape[pair.place]:
         return None  # more tokens than the table has positions
-    layout = "position 1 embed" if place == 0 else "1 position embed"
-    what = (
-        f"{table.name} is {text.shape(table.shape)}, {layout}, and {x.name} is {text.shape(x.shape)}: the "
-        f"{pair.positions} positions meet dimension {place} of {x.name}, {x.axis(place)}."
-    )
+    what = _what_meets(pair)
     if not is_cut:
         return Suspect("table_transposed", what, _either_way(pair))
-    what += f" The cut is along dimension {pair.sequence} of the table, which has size 1."
-    return Suspect("table_transposed", what, (_turned(pair),))
+    return Suspect(
+        "table_transposed",
+        f"{what} The cut is along dimension {pair.sequence} of the table, which has size 1.",
+        (_turned(pair),),
+    )
+
+
+def _what_meets(pair: _Table) -> str:
+    """Return the sentence on the dimension of the input that the positions of a table meet."""
+    table = pair.table
+    x = pair.x
+    layout = "1 position embed"
+    if pair.place == 0:
+        layout = "position 1 embed"
+    return (
+        f"{table.name} is {text.shape(table.shape)}, {layout}, and {x.name} is {text.shape(x.shape)}: the "
+        f"{pair.positions} positions meet dimension {pair.place} of {x.name}, {x.axis(pair.place)}."
+    )
 
 
 def _table_of(facts: Facts) -> _Table | None:
     """Return the table that is added to an input, both of three dimensions; None for other calls."""
     if facts.base not in BROADCASTS or len(facts.operands) != 2:
         return None
-    left, right = facts.operands
-    table, x = (right, left) if right.is_table else (left, right)
-    if not table.is_table or x.is_table or x.from_scores or len(table.shape) != 3 or len(x.shape) != 3:
+    table, x = facts.operands
+    if x.is_table:
+        table, x = x, table
+    if not table.is_table or x.is_table:
         return None
-    return _Table(table, x, place=0 if table.shape[1] == 1 else 1)
+    if x.from_scores:
+        return None
+    if len(table.shape) != 3 or len(x.shape) != 3:
+        return None
+    if table.shape[1] == 1:
+        return _Table(table, x, place=0)
+    return _Table(table, x, place=1)
 
 
 def _meets_the_batch(pair: _Table) -> bool:
     """Return whether the positions of a table clash with the input, and would fit in the dimension of size 1."""
-    table, x = pair.table, pair.x
+    table = pair.table
+    x = pair.x
     if table.shape[pair.sequence] != 1 or pair.positions == 1:
         return False
     if first_clash(table.shape, x.shape) != pair.place - 3:
         return False
-    return table.shape[-1] == x.shape[-1] and pair.positions >= pair.tokens
+    if table.shape[-1] != x.shape[-1]:
+        return False
+    return pair.positions >= pair.tokens
 
 
 def _turned(pair: _Table) -> Fix:
     """Return the fix to move the positions of a table to the other dimension, if the line cuts the wrong one."""
     width = pair.table.shape[-1]
-    shape = (pair.tokens, 1, width) if pair.place == 1 else (1, pair.tokens, width)
-    way = f"{_cut(pair, pair.tokens)}.transpose(0, 1), which gives {text.shape(shape)}"
-    return Fix(way, [(pair.table, _turn(pair.place, pair.tokens))], pair.x.shape)
+    shape = (1, pair.tokens, width)
+    if pair.place == 1:
+        shape = (pair.tokens, 1, width)
+    return Fix.editing(
+        pair.table,
+        _turn(pair.place, pair.tokens),
+        f"{_cut(pair, pair.tokens)}.transpose(0, 1), which gives {text.shape(shape)}",
+        shape=pair.x.shape,
+    )
 
 
 def _either_way(pair: _Table) -> tuple[Fix, ...]:
     """Return how to make the positions of the table those of the input, whose layout is unknown: two ways."""
-    table, x, place = pair.table, pair.x, pair.place
-    size = x.shape[place]
-    layout, plain_layout = "batch sequence embed", "sequence batch embed"
-    if place == 1:
-        layout, plain_layout = plain_layout, layout
-    turned = f"{_cut(pair, pair.tokens)}.transpose(0, 1) if {x.name} is `{layout}`"
-    plain = f"{_cut(pair, size)} if it is `{plain_layout}`"
-    return (
-        Fix(turned, [(table, _turn(place, pair.tokens))], x.shape),
-        Fix(plain, [(table, lambda tensor: tensor.narrow(place, 0, size))], x.shape),
+    x = pair.x
+    size = x.shape[pair.place]
+    turned_layout = "batch sequence embed"
+    plain_layout = "sequence batch embed"
+    if pair.place == 1:
+        turned_layout, plain_layout = plain_layout, turned_layout
+    turned = Fix.editing(
+        pair.table,
+        _turn(pair.place, pair.tokens),
+        f"{_cut(pair, pair.tokens)}.transpose(0, 1) if {x.name} is `{turned_layout}`",
+        shape=x.shape,
     )
+    plain = Fix.editing(
+        pair.table,
+        cut(pair.place, 0, size),
+        f"{_cut(pair, size)} if it is `{plain_layout}`",
+        shape=x.shape,
+    )
+    return turned, plain
 
 
 def _cut(pair: _Table, size: int) -> str:
     """Return source code for the first positions of a table: `pe[:12]`."""
-    return f"{pair.table.name}[:{size}]" if pair.place == 0 else f"{pair.table.name}[:, :{size}]"
+    if pair.place == 0:
+        return f"{pair.table.name}[:{size}]"
+    return f"{pair.table.name}[:, :{size}]"
 
 
 def _turn(place: int, tokens: int) -> Edit:
@@ -125,27 +162,40 @@ def _is_cut_along(facts: Facts, table: Operand, dimension: int) -> bool:
 
     A cut that keeps everything is no operation, so the code shows it and the recording does not.
     """
+    statement = facts.line.removeprefix("return ").rstrip(":")
     try:
-        tree = ast.parse(facts.line.removeprefix("return ").rstrip(":"))
+        tree = ast.parse(statement)
     except (SyntaxError, ValueError):  # the line is a part of a statement
         return False
-    cuts = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
     attribute = table.name.rpartition(".")[2]
-    return any(_last_name(cut.value) == attribute and _cut_dimensions(cut.slice) == [dimension] for cut in cuts)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Subscript):
+            continue
+        if _last_name(node.value) != attribute:
+            continue
+        if _cut_dimensions(node.slice) == [dimension]:
+            return True
+    return False
 
 
 def _last_name(node: ast.expr) -> str:
     """Return `pe` for `self.pe` and for `pe`; empty for other expressions."""
     if isinstance(node, ast.Attribute):
         return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    if isinstance(node, ast.Name):
+        return node.id
+    return ""
 
 
 def _cut_dimensions(index: ast.expr) -> list[int]:
     """Return the dimensions that an index cuts; `[:, :n]` cuts dimension 1."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return [at for at, part in enumerate(parts) if not _is_whole(part)]
+    parts = [index]
+    if isinstance(index, ast.Tuple):
+        parts = index.elts
+    return [place for place, part in enumerate(parts) if not _is_whole(part)]
 
 
 def _is_whole(part: ast.expr) -> bool:
-    return isinstance(part, ast.Slice) and part.lower is None and part.upper is None
+    if not isinstance(part, ast.Slice):
+        return False
+    return part.lower is None and part.upper is None

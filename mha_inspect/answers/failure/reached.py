@@ -8,9 +8,9 @@ remaining evidence: the input of a projection is `batch sequence embed`, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ...graph.projections import projections_behind, with_projections
 from ...graph.scores import as_written, score_product
 from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.pattern import STAGES
-from ...record.ops import Op, TensorRef
+from ...record.ops import Named, Op, TensorRef
 from ...running.subject import Run
 from .axis_groups import Groups, axes_named, axes_of, groups_of, in_order
 from .call import Call
@@ -81,32 +81,54 @@ class Reached:
         return self._pattern(self.stages[stage], _side(stage))
 
     def _pattern(self, tensor: TensorRef, side: Whose) -> str:
-        dims, sequences = self.graph.dimensions.of(tensor), axes_named(self.groups, "sequence")
-        groups = [(self._called(name, group, side), resolve(group)) for name, group in self.groups if group]
-        for axis in set(chain.from_iterable(map(resolve, dims))):
+        dims = self.graph.dimensions.of(tensor)
+        groups: Groups = []
+        for name, group in self.groups:
+            if group:
+                groups.append((self._called(name, group, side), resolve(group)))
+        sequences = axes_named(self.groups, "sequence")
+        for axis in _resolved(dims):
             if not sequences.isdisjoint(resolve(axis.twins)):
                 groups.append(("key", (axis,)))  # the other sequence of a self-attention
-        return " ".join(write_dimension(name_dimension(dim, groups)) for dim in dims)
+        words = []
+        for dim in dims:
+            words.append(write_dimension(name_dimension(dim, groups)))
+        return " ".join(words)
 
     def _called(self, name: str, group: Dim, side: Whose) -> str:
         """Return the name of an axis in a tensor of a sequence: `key` for `sequence`, `kv_heads` for fewer heads."""
-        if name == "sequence" and side == "scores":
-            return "key" if self._axes_of_query().isdisjoint(resolve(group)) else "query"
-        if name == "sequence" and side:
-            return side
-        if name == "heads" and side == "key" and size_of(resolve(group)) != self._size_of_query_heads(group):
-            return "kv_heads"
+        if name == "sequence":
+            return self._called_sequence(group, side)
+        if name == "heads" and side == "key":
+            size = size_of(resolve(group))
+            if size != self._size_of_query_heads(group):
+                return "kv_heads"
         return name
 
+    def _called_sequence(self, group: Dim, side: Whose) -> str:
+        """Return whether a sequence is `query` or `key` in a tensor; `sequence` if that is unknown."""
+        if not side:
+            return "sequence"
+        if side != "scores":
+            return side
+        axes = self._axes_of_query()
+        if axes.isdisjoint(resolve(group)):
+            return "key"
+        return "query"
+
     def _axes_of_query(self) -> set[Axis]:
-        return set() if self.query is None else axes_of(self.graph.dimensions.of(self.query))
+        if self.query is None:
+            return set()
+        dims = self.graph.dimensions.of(self.query)
+        return axes_of(dims)
 
     def _size_of_query_heads(self, unknown: Dim) -> int:
         """Return the number of query heads; without queries that of the given heads."""
         axes = self._axes_of_query()
-        for name, heads in self.groups:
-            if name == "heads" and axes.intersection(resolve(heads)):
-                return size_of(resolve(heads))
+        for name, group in self.groups:
+            heads = resolve(group)
+            if name == "heads" and not axes.isdisjoint(heads):
+                return size_of(heads)
         return size_of(resolve(unknown))
 
     def is_of_scores(self, tensor: TensorRef) -> bool:
@@ -114,24 +136,40 @@ class Reached:
         scores = self.stages.get("scores")
         if scores is None:
             return False
-        return any(step.tensor.id == scores.id for step in self.graph.back(tensor, self.graph.passes_on))
+        steps = self.graph.back(tensor, self.graph.passes_on)
+        return any(step.tensor.id == scores.id for step in steps)
 
     def is_table(self, tensor: TensorRef) -> bool:
         """Return whether a tensor is computed from parameters or buffers and from no argument."""
         recording = self.graph.recording
-        behind = {source.id for source in behind_of(self.graph, tensor)}
-        if any(named.tensor.id in behind for named in recording.inputs):
+        sources = _ids_behind(self.graph, tensor)
+        if not sources.isdisjoint(_ids_of(recording.inputs)):
             return False
-        return any(named.tensor.id in behind for named in (*recording.parameters, *recording.buffers))
+        weights = (*recording.parameters, *recording.buffers)
+        return not sources.isdisjoint(_ids_of(weights))
 
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
         """Yield a tensor and its operation, then the same for the tensors before each reshape and scaling."""
         op = self.graph.recording.producer(tensor)
         yield tensor, op
-        while op is not None and (self.graph.moves(op) or self.graph.is_scale(op)):
+        while op is not None:
+            if not self.graph.moves(op) and not self.graph.is_scale(op):
+                return
             tensor = op.inputs[0]
             op = self.graph.recording.producer(tensor)
             yield tensor, op
+
+
+def _resolved(dims: Iterable[Dim]) -> set[Axis]:
+    """Return the axes that dimensions consist of."""
+    axes: set[Axis] = set()
+    for dim in dims:
+        axes.update(resolve(dim))
+    return axes
+
+
+def _ids_of(tensors: Iterable[Named]) -> set[int]:
+    return {named.tensor.id for named in tensors}
 
 
 @dataclass(frozen=True)
@@ -141,11 +179,25 @@ class _Completed:
     stages: dict[str, TensorRef]
     sides: dict[int, Whose]
 
+    def with_scores(self, graph: Graph, product: Product, softmax: Op | None) -> _Completed:
+        """Return these with the stages from the product of the scores to the softmax."""
+        sides = dict(self.sides)
+        for scores in (product.op.output, graph.after_call(product.op)):
+            sides[scores.id] = "scores"
+        stages = {**self.stages, **_scores(graph, product, softmax)}
+        return _Completed(stages, sides)
+
+    def in_order(self) -> dict[str, TensorRef]:
+        """Return the stages in the order in which an attention computes them."""
+        return {name: self.stages[name] for name in STAGES if name in self.stages}
+
 
 def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
     """Return the completed stages of the attention that a failing call belongs to."""
     layers = [given.tensor for given in operands if _is_activation(call.base, given)]
-    order = ("batch", "sequence") if call.batch_first else ("sequence", "batch")
+    order = ("sequence", "batch")
+    if call.batch_first:
+        order = ("batch", "sequence")
     groups = groups_of(run.graph, layers, order)
     if _uses_last_context(run, operands):
         return _behind_context(run, groups)
@@ -159,8 +211,10 @@ def _uses_last_context(run: Run, operands: Sequence[Given]) -> bool:
     last, _ = run.attentions[-1]
     if "output" in last.projections:
         return False
-    context = last.value_product.op.output.id
-    return not operands or any(_is_made_of(run.graph, given.tensor, {context}) for given in operands)
+    if not operands:
+        return True
+    context = last.value_product.op.output
+    return any(_is_made_of(run.graph, given.tensor, context) for given in operands)
 
 
 def _behind_context(run: Run, groups: Groups) -> Reached:
@@ -170,37 +224,77 @@ def _behind_context(run: Run, groups: Groups) -> Reached:
     does not count.
     """
     last, names = run.attentions[-1]
-    sides = {tensor.id: _side(name) for name, tensor in reversed(last.stages.items())}
-    sides |= {product.op.output.id: "scores" for product in (last.value_product, last.score_product)}
-    stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
-    completed = len(run.attentions) - 1
-    return Reached(run.graph, stages, sides, groups, stages["q_heads"], completed=completed, names=names)
+    sides = _sides_of(last.stages)
+    for product in (last.value_product, last.score_product):
+        sides[product.op.output.id] = "scores"
+    stages = dict(last.stages)
+    stages.pop("concat", None)
+    return Reached(
+        graph=run.graph,
+        stages=stages,
+        sides=sides,
+        groups=groups,
+        query=stages["q_heads"],
+        completed=len(run.attentions) - 1,
+        names=names,
+    )
+
+
+def _sides_of(stages: Mapping[str, TensorRef]) -> dict[int, Whose]:
+    """Return the sequence of each tensor; that of its first stage for a tensor with several."""
+    sides: dict[int, Whose] = {}
+    for name, tensor in stages.items():
+        sides.setdefault(tensor.id, _side(name))
+    return sides
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """The operations that make the scores and the weights, as far as they ran."""
+
+    softmax: Op | None
+    product: Product | None
+    """The product of queries and keys."""
+
+    @property
+    def last(self) -> Op | None:
+        """The softmax, or else the product of the scores; None without both."""
+        if self.softmax is not None:
+            return self.softmax
+        if self.product is not None:
+            return self.product.op
+        return None
+
+    @classmethod
+    def of(cls, run: Run) -> _Scoring:
+        """Return the last softmax after the attentions that are completed, and the product before it."""
+        ops = _ops_after(run)
+        softmax: Op | None = None
+        for op in ops:
+            if op.index in run.graph.softmaxes:
+                softmax = op
+        return cls(softmax, _score_product(run.graph, ops, softmax))
 
 
 def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Groups) -> Reached:
     """Return the stages of an attention that has no context yet."""
     graph = run.graph
-    tail = _ops_after(run)
-    softmax = next((op for op in reversed(tail) if op.index in graph.softmaxes), None)
-    product = _score_product(graph, tail, softmax)
-    scored = product.op if softmax is None and product is not None else softmax
-    parts = _parts(graph, base, operands, scored)
+    scoring = _Scoring.of(run)
+    parts = _parts(graph, base, operands, scoring.last)
     factors: dict[str, TensorRef] = {}
     if base == ATTENTION:
         completed = _given_to_layer(operands)
     else:
-        factors = _factors(graph, product, parts)
+        factors = _factors(graph, scoring.product, parts)
         completed = _before_product(graph, factors)
-    stages, sides = completed.stages, completed.sides
-    if product is not None:
-        stages |= _scores(graph, product, softmax)
-        sides |= dict.fromkeys((product.op.output.id, graph.after_call(product.op).id), "scores")
+    if scoring.product is not None:
+        completed = completed.with_scores(graph, scoring.product, scoring.softmax)
     for factor in factors.values():
         groups = in_order(groups, graph.dimensions.of(factor))
     return Reached(
-        graph,
-        stages={name: stages[name] for name in STAGES if name in stages},
-        sides=sides,
+        graph=graph,
+        stages=completed.in_order(),
+        sides=completed.sides,
         groups=groups,
         query=factors.get("query"),
         roles={tensor.id: role for role, tensor in parts.items()},
@@ -219,8 +313,13 @@ def _ops_after(run: Run) -> Sequence[Op]:
 
 def _given_to_layer(operands: Sequence[Given]) -> _Completed:
     """Return the queries, keys and values that a layer of torch is given; one tensor may be all of them."""
-    stages = {given.role: given.tensor for given in operands if given.role in _PARTS}
-    return _Completed(stages, {tensor.id: _side(name) for name, tensor in reversed(stages.items())})
+    stages = _given_parts(operands)
+    return _Completed(stages, _sides_of(stages))
+
+
+def _given_parts(operands: Sequence[Given]) -> dict[str, TensorRef]:
+    """Return the queries, keys and values among the arguments of a call, by argument."""
+    return {given.role: given.tensor for given in operands if given.role in _PARTS}
 
 
 def _factors(graph: Graph, product: Product | None, parts: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
@@ -229,57 +328,74 @@ def _factors(graph: Graph, product: Product | None, parts: Mapping[str, TensorRe
     if product is not None:
         factors["query"] = as_written(graph, product, product.left)
         factors["key"] = as_written(graph, product, product.right)
-    factors.update((role, tensor) for role, tensor in parts.items() if role in _PARTS)
+    for role, tensor in parts.items():
+        if role in _PARTS:
+            factors[role] = tensor
     return factors
 
 
 def _side(stage: str) -> Whose:
     """Return the sequence of a stage."""
-    if stage in _PARTS or stage[1] == "_":
-        return "query" if stage[0] == "q" else "key"
-    return "scores"
+    if stage not in _PARTS and stage[1] != "_":
+        return "scores"
+    if stage[0] == "q":
+        return "query"
+    return "key"
 
 
 def behind_of(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
     """Yield a tensor and all tensors that it is computed from, the nearest first."""
-    return (step.tensor for step in graph.back(tensor, lambda _: True))
+    for step in graph.back(tensor, lambda _: True):
+        yield step.tensor
 
 
-def _is_made_of(graph: Graph, tensor: TensorRef, ids: Collection[int]) -> bool:
-    return any(source.id in ids for source in behind_of(graph, tensor))
+def _ids_behind(graph: Graph, tensor: TensorRef) -> set[int]:
+    return {source.id for source in behind_of(graph, tensor)}
+
+
+def _is_made_of(graph: Graph, tensor: TensorRef, source: TensorRef) -> bool:
+    return any(behind.id == source.id for behind in behind_of(graph, tensor))
 
 
 def _is_activation(base: str, given: Given) -> bool:
     """Return whether this is the input of a layer: batch, sequence, features."""
     if base in LAYERS:
         return given.role in (*_PARTS, "src", "tgt")
-    return base == "linear" and given.role == "input" and given.value.is_floating_point()
+    if base == "linear" and given.role == "input":
+        return given.value.is_floating_point()
+    return False
 
 
-def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Product | None:
+def _score_product(graph: Graph, ops: Sequence[Op], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or without a softmax the last; None without it."""
-    if softmax is not None:
-        scored = graph.softmaxes[softmax.index]
-        meeting = score_product(graph, scored.masked, scored.dim, scored.op.module)
-        return None if meeting is None else meeting.product
-    products = [product for product in map(graph.product, tail) if product is not None]
+    if softmax is None:
+        return _last_product(graph, ops)
+    scored = graph.softmaxes[softmax.index]
+    meeting = score_product(graph, scored.masked, scored.dim, scored.op.module)
+    if meeting is None:
+        return None
+    return meeting.product
+
+
+def _last_product(graph: Graph, ops: Sequence[Op]) -> Product | None:
+    """Return the last product of two activations, unless its factors come from another product."""
+    products = [product for product in map(graph.product, ops) if product is not None]
     if not products:
         return None
-    last, sources = products[-1], set[int]()
+    last = products[-1]
+    sources: set[int] = set()
     for factor in (last.left, last.right):
-        sources.update(step.tensor.id for step in graph.back(factor, graph.passes_on))
-    # If its factors come from another product, it is not the scores: the softmax is missing.
-    return None if any(product.op.output.id in sources for product in products) else last
+        for step in graph.back(factor, graph.passes_on):
+            sources.add(step.tensor.id)
+    for product in products:
+        if product.op.output.id in sources:
+            return None  # it is not the scores: the softmax is missing
+    return last
 
 
 def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, TensorRef]:
     """Return the completed stages from the product of the scores to the softmax."""
-    scores = graph.after_call(product.op)
-    while True:
-        readers = graph.recording.consumers.get(scores.id, ())
-        if len(readers) != 1 or not graph.is_scale(readers[0]):
-            break
-        scores = readers[0].output
+    scores = _scaled(graph, graph.after_call(product.op))
     if softmax is None:
         return {"scores": scores}
     masked = graph.softmaxes[softmax.index].masked
@@ -289,39 +405,65 @@ def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, Ten
     return stages
 
 
+def _scaled(graph: Graph, scores: TensorRef) -> TensorRef:
+    """Return the scores after every scaling that alone reads them."""
+    while True:
+        readers = graph.recording.consumers.get(scores.id, ())
+        if len(readers) != 1:
+            return scores
+        if not graph.is_scale(readers[0]):
+            return scores
+        scores = readers[0].output
+
+
 def _parts(graph: Graph, base: str, operands: Sequence[Given], scored: Op | None) -> dict[str, TensorRef]:
     """Return the operands of the failing call by their role in the attention, found from their positions.
 
     `scored` is the softmax, or else the product of the scores; None without both.
     """
     if base == SDPA:
-        return {given.role: given.tensor for given in operands if given.role in _PARTS}
-    if base not in {"einsum", *PRODUCTS} or len(operands) < 2:
+        return _given_parts(operands)
+    if base != "einsum" and base not in PRODUCTS:
         return {}
-    if any(isinstance(given.value, nn.Parameter) or graph.is_weight(given.tensor) for given in operands[-2:]):
+    if len(operands) < 2:
         return {}
-    left, right = (given.tensor for given in operands[-2:])
+    left, right = operands[-2:]
+    if _is_weight(graph, left) or _is_weight(graph, right):
+        return {}
     if scored is None:
-        return {"query": left, "key": right}
-    for weights, value in ((left, right), (right, left)):
-        if _is_made_of(graph, weights, {scored.output.id}):
-            return {"weights": weights, "value": value}
+        return {"query": left.tensor, "key": right.tensor}
+    if _is_made_of(graph, left.tensor, scored.output):
+        return {"weights": left.tensor, "value": right.tensor}
+    if _is_made_of(graph, right.tensor, scored.output):
+        return {"weights": right.tensor, "value": left.tensor}
     return {}
+
+
+def _is_weight(graph: Graph, given: Given) -> bool:
+    """Return whether an operand is a parameter, or computed from parameters alone."""
+    if isinstance(given.value, nn.Parameter):
+        return True
+    return graph.is_weight(given.tensor)
 
 
 def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> _Completed:
     """Return the stages between the inputs and the factors of products, and the side of each tensor on the way."""
-    heads, sides = dict[str, TensorRef](), dict[int, Whose]()
+    heads: dict[str, TensorRef] = {}
+    sides: dict[int, Whose] = {}
     for role, factor in factors.items():
         way = list(_to_heads(graph, factor, may_swap=role == "key"))
-        sides.update(dict.fromkeys((tensor.id for tensor in way), _side(role)))
+        for tensor in way:
+            sides[tensor.id] = _side(role)
         heads[f"{role[0]}_heads"] = way[-1]
-    ends = projections_behind(graph, heads, "", {role: set() for role in ("query", *factors)})
+    positions: dict[str, set[Axis]] = {role: set() for role in ("query", *factors)}
+    ends = projections_behind(graph, heads, "", positions)
     stages = with_projections(graph, heads, ends)
     for name, tensor in stages.items():
-        # A packed projection of query, key and value has no side.
         side = _side(name)
-        sides[tensor.id] = side if sides.get(tensor.id) in (None, side) else ""
+        if sides.get(tensor.id, side) == side:
+            sides[tensor.id] = side
+        else:
+            sides[tensor.id] = ""  # a packed projection of query, key and value
     for name in heads:
         # Heads that are the projection itself are not split yet.
         projected = stages.get(f"{name[0]}_proj")
@@ -334,7 +476,10 @@ def _to_heads(graph: Graph, factor: TensorRef, *, may_swap: bool) -> Iterator[Te
     """Yield a factor and the tensors before its scaling, and before the last two dimensions of keys were swapped."""
     yield factor
     op = graph.recording.producer(factor)
-    while op is not None and ((may_swap and op.swaps_last_two) or graph.is_scale(op)):
+    while op is not None:
+        is_swap = may_swap and op.swaps_last_two
+        if not is_swap and not graph.is_scale(op):
+            return
         may_swap = False
         yield op.inputs[0]
         op = graph.recording.producer(op.inputs[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .facts import Operand
 from .tried import Fix
 
@@ -30,5 +32,9 @@ def shared_item(x: Operand, dimension: int, batch: int) -> tuple[Fix, ...]:
         return ()
     sizes = [-1] * len(x.shape)
     sizes[dimension] = batch
-    text = f"use {x.name}.expand({', '.join(map(str, sizes))}) to share its one item"
-    return (Fix(text, [(x, lambda tensor: tensor.expand(sizes))]),)
+    written = ", ".join(map(str, sizes))
+
+    def expanded(tensor: Tensor) -> Tensor:
+        return tensor.expand(sizes)
+
+    return (Fix.editing(x, expanded, f"use {x.name}.expand({written}) to share its one item"),)

@@ -47,33 +47,68 @@ class Fix:
         """Whether the failing call must run with it before it is printed."""
         return bool(self.edits or self.settings) or self.function is not None
 
+    @classmethod
+    def editing(cls, operand: Operand, edit: Edit, way: str, shape: tuple[int, ...] | None = None) -> Fix:
+        """Return the fix that edits one operand: `way` says how to write it."""
+        return cls(way, [(operand, edit)], shape)
+
 
 def fix_that_runs(call: Call, fixes: Iterable[Fix]) -> str:
     """Return the fixes with which the call runs as a sentence; empty without one."""
-    texts = [fix.text for fix in fixes if not fix.is_tried or runs(call, fix)]
+    texts = []
+    for fix in fixes:
+        if not fix.is_tried or runs(call, fix):
+            texts.append(fix.text)
     if not texts:
         return ""
     sentence = f"{', or '.join(texts)}."
-    return f"{sentence[0].upper()}{sentence[1:]}" if sentence.partition(" ")[0] in _VERBS else sentence
+    first_word = sentence.partition(" ")[0]
+    if first_word in _VERBS:
+        return f"{sentence[0].upper()}{sentence[1:]}"
+    return sentence
 
 
 def runs(call: Call, fix: Fix) -> bool:
     """Return whether the failing call runs with a fix, on the real operands. Nothing that it reads is changed."""
     function = fix.function or call.function
-    tensors = _tensors((call.args, dict(call.kwargs)))
-    if function is None or any(type(tensor) not in _PLAIN for tensor in tensors):
+    if function is None:
         return False
-    devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    tensors = _tensors((call.args, dict(call.kwargs)))
+    if any(type(tensor) not in _PLAIN for tensor in tensors):
+        return False
+    devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            edited = {id(operand.given.value): edit(operand.given.value) for operand, edit in fix.edits}
+        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+            replaced = _replaced_by(fix)
             if _changes_operands(call):
-                edited = {id(tensor): edited.get(id(tensor), tensor).clone() for tensor in tensors}
-            args, kwargs = (_with(value, edited) for value in (call.args, dict(call.kwargs)))
-            result = function(*args, **{**kwargs, **fix.settings})
+                replaced = _copies(tensors, replaced)
+            args = _with(call.args, replaced)
+            kwargs = _with(dict(call.kwargs), replaced)
+            kwargs.update(fix.settings)
+            result = function(*args, **kwargs)
     except Exception:  # user code may raise anything, and so may torch
         return False
-    return fix.shape is None or (isinstance(result, Tensor) and result.shape == fix.shape)
+    if fix.shape is None:
+        return True
+    return isinstance(result, Tensor) and result.shape == fix.shape
+
+
+def _replaced_by(fix: Fix) -> dict[int, Tensor]:
+    """Return the edited operands, by the id of the tensor that they replace."""
+    replaced = {}
+    for operand, edit in fix.edits:
+        tensor = operand.given.value
+        replaced[id(tensor)] = edit(tensor)
+    return replaced
+
+
+def _copies(tensors: Iterable[Tensor], replaced: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return a copy of each tensor, or of the edited one in its place: a call may write into it."""
+    copies = {}
+    for tensor in tensors:
+        source = replaced.get(id(tensor), tensor)
+        copies[id(tensor)] = source.clone()
+    return copies
 
 
 def _changes_operands(call: Call) -> bool:
@@ -81,10 +116,12 @@ def _changes_operands(call: Call) -> bool:
     if "out" in call.kwargs:
         return True
     if call.name.startswith("aten."):
-        return call.name.split(".")[1].endswith("_")
+        operation = call.name.split(".")[1]
+        return operation.endswith("_")
     method = call.name.rpartition(".")[2]
-    is_dunder = method.endswith("__")
-    return method in _IN_PLACE or (method.endswith("_") and not is_dunder)
+    if method.endswith("__"):
+        return method in _IN_PLACE
+    return method.endswith("_")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -96,27 +133,75 @@ def _tensors(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _with(value: Any, edited: Mapping[int, Tensor]) -> Any:
+def _with(value: Any, replaced: Mapping[int, Tensor]) -> Any:
     """Return an argument with its tensors replaced."""
     if isinstance(value, Tensor):
-        return edited.get(id(value), value)
+        return replaced.get(id(value), value)
     parts = parts_of(value)
-    return with_parts(value, [_with(part, edited) for _, part in parts]) if parts else value
+    if not parts:
+        return value
+    return with_parts(value, [_with(part, replaced) for _, part in parts])
 
 
 def resized(dimension: int, size: int) -> Edit:
     """Return an edit that cuts a dimension to a size, or fills it up with zeros."""
 
     def edit(tensor: Tensor) -> Tensor:
-        if tensor.shape[dimension] >= size:
+        length = tensor.shape[dimension]
+        if length >= size:
             return tensor.narrow(dimension, 0, size)
-        more = [*tensor.shape]
-        more[dimension] = size - tensor.shape[dimension]
-        return torch.cat([tensor, tensor.new_zeros(more)], dimension)
+        shape_of_zeros = list(tensor.shape)
+        shape_of_zeros[dimension] = size - length
+        zeros = tensor.new_zeros(shape_of_zeros)
+        return torch.cat([tensor, zeros], dimension)
 
     return edit
 
 
 def of_shape(shape: Sequence[int], dtype: torch.dtype | None = None) -> Edit:
     """Return an edit that gives zeros of this shape, for a tensor that another part of the forward must make."""
-    return lambda tensor: tensor.new_zeros(tuple(shape), dtype=dtype or tensor.dtype)
+
+    def edit(tensor: Tensor) -> Tensor:
+        return tensor.new_zeros(
+            tuple(shape),
+            dtype=dtype or tensor.dtype,
+        )
+
+    return edit
+
+
+def transposed(first: int, second: int) -> Edit:
+    """Return an edit that swaps two dimensions: `-2` and `-1` for `x.mT`."""
+
+    def edit(tensor: Tensor) -> Tensor:
+        return tensor.transpose(first, second)
+
+    return edit
+
+
+def cut(dimension: int, start: int, length: int) -> Edit:
+    """Return an edit that keeps a range of a dimension: `x[start : start + length]` for dimension 0."""
+
+    def edit(tensor: Tensor) -> Tensor:
+        return tensor.narrow(dimension, start, length)
+
+    return edit
+
+
+def widened(place: int) -> Edit:
+    """Return an edit that adds a dimension of size 1: `x[:, None]` for place 1."""
+
+    def edit(tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(place)
+
+    return edit
+
+
+def to_dtype(dtype: str) -> Edit:
+    """Return an edit that converts to a dtype of torch: `float16`."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+
+    def edit(tensor: Tensor) -> Tensor:
+        return tensor.to(torch_dtype)
+
+    return edit

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
 from .facts import HEADS, Facts, Operand
 from .reached import behind_of
 from .suspect import Suspect
-from .tried import Fix, of_shape, resized
+from .tried import Fix, of_shape, resized, transposed
 
 _SETTING_OF = {"query": "embed_dim", "key": "kdim", "value": "vdim"}
 """Argument of nn.MultiheadAttention to the setting for its width."""
@@ -31,36 +33,48 @@ class _Misfit:
         """The features of the input."""
         return self.x.shape[-1]
 
+    def fits(self) -> bool:
+        """Return whether the input has the features that the layer takes; also where these are unknown."""
+        if not self.x.shape or not self.takes:
+            return True
+        return self.has == self.takes
+
 
 def _misfit(facts: Facts) -> _Misfit | None:
     """Return the first input of the failing call with another width than its layer takes; None without one."""
+    inputs = _inputs_of_attention(facts)
+    if facts.attention is None:
+        inputs = _weighted(facts)
+    for layer_input in inputs:
+        if not layer_input.fits():
+            return layer_input
+    return None
+
+
+def _inputs_of_attention(facts: Facts) -> Iterator[_Misfit]:
+    """Yield the inputs of an nn.MultiheadAttention, with the features that it takes of them."""
     layer = facts.attention
-    if layer is not None:
-        for role, takes in (("query", layer.embed_dim), ("key", layer.kdim), ("value", layer.vdim)):
-            x = facts.given(role)
-            if x is not None and x.shape and takes and x.shape[-1] != takes:
-                return _Misfit(x, takes, None)
-        return None
-    weighted = _weighted(facts)
-    if weighted is None or not weighted.x.shape or not weighted.takes or weighted.has == weighted.takes:
-        return None
-    return weighted
+    if layer is None:
+        return
+    widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
+    for role, takes in widths.items():
+        x = facts.given(role)
+        if x is not None and takes is not None:
+            yield _Misfit(x, takes, None)
 
 
-def _weighted(facts: Facts) -> _Misfit | None:
-    """Return the input of a layer and its weight, whether it fits or not; None for other calls."""
-    if facts.base == "linear" and len(facts.operands) >= 2 and facts.given("input") is not None:
+def _weighted(facts: Facts) -> Iterator[_Misfit]:
+    """Yield the input of a layer and its weight, whether it fits or not; nothing for other calls."""
+    if facts.base in ("linear", "layer_norm") and len(facts.operands) >= 2 and facts.given("input") is not None:
+        x = facts.operands[0]
         weight = facts.operands[1]
-        return _Misfit(facts.operands[0], weight.shape[-1] if weight.shape else 0, weight)
-    if facts.base == "layer_norm" and len(facts.operands) >= 2 and facts.given("input") is not None:
-        weight = facts.operands[-1]
-        return _Misfit(facts.operands[0], weight.shape[-1] if weight.shape else 0, weight)
-    if facts.pair is None:
-        return None
-    x, weight = facts.pair
-    if not weight.is_parameter or len(weight.shape) != 2:
-        return None
-    return _Misfit(x, weight.shape[0], weight)
+        if facts.base == "layer_norm":
+            weight = facts.operands[-1]
+        yield _Misfit(x, weight.shape[-1] if weight.shape else 0, weight)
+    elif facts.pair is not None:
+        x, weight = facts.pair
+        if weight.is_parameter and len(weight.shape) == 2:
+            yield _Misfit(x, weight.shape[0], weight)
 
 
 def heads_without_name(facts: Facts) -> Suspect | None:
@@ -68,13 +82,26 @@ def heads_without_name(facts: Facts) -> Suspect | None:
     misfit = _misfit(facts)
     if misfit is None or misfit.weight is None:
         return None
-    x, takes = misfit.x, misfit.takes
-    if x.place(*HEADS) is not None or len(x.shape) < 4 or x.shape[-1] * x.shape[-2] != takes:
+    x = misfit.x
+    if len(x.shape) < 4 or x.place(*HEADS) is not None:
         return None
-    way = "use torch.cat(heads, dim=-1), or .flatten(-2) with the heads just before their features"
-    what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}; the layer expects one dimension of {takes}."
-    joined = Fix(way, [(x, lambda tensor: tensor.transpose(-2, -1).flatten(-2))])
-    return Suspect("heads_not_joined", what, (joined,))
+    if x.shape[-1] * x.shape[-2] != misfit.takes:
+        return None
+
+    def joined(tensor: Tensor) -> Tensor:
+        """Return the last two dimensions as one, with the last of them outside."""
+        return tensor.transpose(-2, -1).flatten(-2)
+
+    fix = Fix.editing(
+        x,
+        joined,
+        "use torch.cat(heads, dim=-1), or .flatten(-2) with the heads just before their features",
+    )
+    return Suspect(
+        "heads_not_joined",
+        f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}; the layer expects one dimension of {misfit.takes}.",
+        (fix,),
+    )
 
 
 def heads_not_joined(facts: Facts) -> Suspect | None:
@@ -82,36 +109,60 @@ def heads_not_joined(facts: Facts) -> Suspect | None:
     misfit = _misfit(facts)
     if misfit is None or misfit.weight is None:
         return None
-    x, takes = misfit.x, misfit.takes
-    heads, features = x.place(*HEADS), x.place("head_dim")
-    if heads is None or features is None or heads == features or x.shape[heads] * x.shape[features] != takes:
+    x = misfit.x
+    place = x.place(*HEADS)
+    place_of_features = x.place("head_dim")
+    if place is None or place_of_features is None:
         return None
-    is_behind = heads == len(x.shape) - 2
-    swap = "" if is_behind else ".transpose(1, 2)"
-
-    def joined(tensor: Tensor) -> Tensor:
-        """Return `batch sequence (heads head_dim)` of the operand."""
-        return (tensor if is_behind else tensor.transpose(1, 2)).flatten(-2)
-
-    way = f"{x.name}{swap}.flatten(-2): move heads after the sequence, then merge them with their features"
+    heads = x.shape[place]
+    head_dim = x.shape[place_of_features]
+    if place == place_of_features or heads * head_dim != misfit.takes:
+        return None
     return Suspect(
         "heads_not_joined",
-        f"{x.name} still has {x.shape[heads]} heads of {x.shape[features]}; the layer expects them concatenated, "
-        f"{x.shape[heads]}·{x.shape[features]} = {takes}.",
-        (Fix(way, [(x, joined)]),) if is_behind or heads == 1 else (),
+        f"{x.name} still has {heads} heads of {head_dim}; the layer expects them concatenated, "
+        f"{heads}·{head_dim} = {misfit.takes}.",
+        _joining(x, place),
     )
+
+
+def _joining(x: Operand, place: int) -> tuple[Fix, ...]:
+    """Return the fix to join the heads at a place with their features; none if they are at an unusual one."""
+    merge = "move heads after the sequence, then merge them with their features"
+    if place == len(x.shape) - 2:
+        return (Fix.editing(x, _joined, f"{x.name}.flatten(-2): {merge}"),)
+    if place != 1:
+        return ()
+
+    def transposed_and_joined(tensor: Tensor) -> Tensor:
+        return _joined(tensor.transpose(1, 2))
+
+    return (Fix.editing(x, transposed_and_joined, f"{x.name}.transpose(1, 2).flatten(-2): {merge}"),)
+
+
+def _joined(tensor: Tensor) -> Tensor:
+    """Return `batch sequence (heads head_dim)` of `batch sequence heads head_dim`."""
+    return tensor.flatten(-2)
 
 
 def weight_not_transposed(facts: Facts) -> Suspect | None:
     """Judge a product with a weight whose columns are the features of the input: `x @ weight` for nn.Linear's."""
     misfit = _misfit(facts)
-    if misfit is None or misfit.weight is None or facts.pair is None or misfit.weight.shape[-1] != misfit.has:
+    if misfit is None or misfit.weight is None or facts.pair is None:
         return None
-    x, weight = misfit.x, misfit.weight
+    x = misfit.x
+    weight = misfit.weight
+    if weight.shape[-1] != misfit.has:
+        return None
+    fix = Fix.editing(
+        weight,
+        transposed(0, 1),
+        f"{x.name} @ {weight.name}.T, or call the layer",
+    )
     return Suspect(
         "weight_not_transposed",
         f"{weight.is_shape}, (out_features, in_features) as in nn.Linear; {x.name} has {misfit.has} features.",
-        (Fix(f"{x.name} @ {weight.name}.T, or call the layer", [(weight, lambda tensor: tensor.T)]),),
+        (fix,),
     )
 
 
@@ -120,14 +171,15 @@ def features_not_last(facts: Facts) -> Suspect | None:
     misfit = _misfit(facts)
     if misfit is None or len(misfit.x.shape) < 3:
         return None
-    x, takes = misfit.x, misfit.takes
+    x = misfit.x
+    takes = misfit.takes
     if x.shape[:-1].count(takes) != 1:
         return None
     place = x.shape.index(takes)
     return Suspect(
         "features_not_last",
         f"{x.name} has its {takes} features in dimension {place}; the layer expects them last.",
-        (Fix(f"{x.name}.transpose({place}, -1)", [(x, lambda tensor: tensor.transpose(place, -1))]),),
+        (Fix.editing(x, transposed(place, -1), f"{x.name}.transpose({place}, -1)"),),
     )
 
 
@@ -136,30 +188,44 @@ def wrong_width(facts: Facts) -> Suspect | None:
     misfit = _misfit(facts)
     if misfit is None:
         return None
-    x, takes, weight = misfit.x, misfit.takes, misfit.weight
+    x = misfit.x
+    takes = misfit.takes
+    weight = misfit.weight
     if weight is None:
         expects = f"the layer expects {takes} for {x.role} ({_SETTING_OF[x.role]})"
-        other_layer = _attention_for_width(facts, x)
+        layer_of_width = _attention_for_width(facts, x)
     else:
         expects = f"{weight.name} expects {takes}"
-        other_layer = _layer_for_width(facts, weight, misfit.has)
-    fixes = [Fix(f"give {x.name} {takes} features", [(x, resized(-1, takes))])]
-    if other_layer is not None:
-        fixes.insert(0, other_layer)
-    # After a wrong view or a forgotten step, the width is not what is wrong.
-    shown = tuple(fixes) if _keeps_tokens(facts, x) else ()
-    return Suspect("wrong_width", f"{x.name} has {misfit.has} features; {expects}.", shown)
+        layer_of_width = _layer_for_width(facts, weight, misfit.has)
+    what = f"{x.name} has {misfit.has} features; {expects}."
+    if not _keeps_tokens(facts, x):
+        # After a wrong view or a forgotten step, the width is not what is wrong.
+        return Suspect("wrong_width", what)
+    input_of_width = Fix.editing(x, resized(-1, takes), f"give {x.name} {takes} features")
+    if layer_of_width is None:
+        return Suspect("wrong_width", what, (input_of_width,))
+    return Suspect("wrong_width", what, (layer_of_width, input_of_width))
 
 
 def _layer_for_width(facts: Facts, weight: Operand, width: int) -> Fix:
     """Return the fix to create a layer for another width, tried with zeros."""
     if facts.base == "layer_norm":
-        way = f"create the layer for {width}"
-        return Fix(way, function=lambda x, *args, **kwargs: nn.functional.layer_norm(x, (width,)))
+
+        def norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return nn.functional.layer_norm(x, (width,))
+
+        return Fix(f"create the layer for {width}", function=norm)
     if facts.base == "linear":
-        zeros = of_shape((weight.shape[0], width))
-        return Fix(f"create the layer with in_features {width}", [(weight, zeros)])
-    return Fix(f"create the layer for {width}", [(weight, of_shape((width, weight.shape[1])))])
+        return Fix.editing(
+            weight,
+            of_shape((weight.shape[0], width)),
+            f"create the layer with in_features {width}",
+        )
+    return Fix.editing(
+        weight,
+        of_shape((width, weight.shape[1])),
+        f"create the layer for {width}",
+    )
 
 
 def _attention_for_width(facts: Facts, x: Operand) -> Fix | None:
@@ -167,18 +233,14 @@ def _attention_for_width(facts: Facts, x: Operand) -> Fix | None:
     layer = facts.attention
     assert layer is not None
     sizes = {"embed_dim": layer.embed_dim, "kdim": layer.kdim, "vdim": layer.vdim}
-    settings: dict[str, int] = {}
     if x.role == "query":
-        settings["embed_dim"] = x.shape[-1]
-        # Keys and values have the width of the queries, if nothing else was given.
-        follow = tuple(sizes) if layer._qkv_same_embed_dim else ("embed_dim",)
-        sizes.update(dict.fromkeys(follow, x.shape[-1]))
+        settings = {"embed_dim": x.shape[-1]}
+        if layer._qkv_same_embed_dim:
+            # Keys and values have the width of the queries, if nothing else was given.
+            sizes = dict.fromkeys(sizes, x.shape[-1])
     else:
-        for role in ("key", "value"):
-            given, setting = facts.given(role), _SETTING_OF[role]
-            if given is not None and given.shape[-1] != sizes[setting]:
-                settings[setting] = given.shape[-1]
-        sizes.update(settings)
+        settings = _settings_for_keys(facts, sizes)
+    sizes.update(settings)
     try:
         layer_for_width = nn.utils.skip_init(  # type: ignore[no-untyped-call]  # draws no random numbers
             nn.MultiheadAttention,
@@ -194,14 +256,27 @@ def _attention_for_width(facts: Facts, x: Operand) -> Fix | None:
     return Fix(f"create the layer with {written}", function=layer_for_width.forward)
 
 
+def _settings_for_keys(facts: Facts, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the widths of keys and values that differ from those of the layer, by its settings."""
+    settings = {}
+    for role in ("key", "value"):
+        setting = _SETTING_OF[role]
+        operand = facts.given(role)
+        if operand is not None and operand.shape[-1] != sizes[setting]:
+            settings[setting] = operand.shape[-1]
+    return settings
+
+
 def _keeps_tokens(facts: Facts, x: Operand) -> bool:
     """Return whether an operand has one row for each token of an input of the module: `batch sequence features`."""
     rows = prod(x.shape[:-1])
     graph = facts.reached.graph
-    behind = {tensor.id for tensor in behind_of(graph, x.given.tensor)}
+    sources = {tensor.id for tensor in behind_of(graph, x.given.tensor)}
     for named in graph.recording.inputs:
+        if named.tensor.id not in sources:
+            continue
         shape = named.tensor.shape
         # Token ids are `batch sequence`.
-        if named.tensor.id in behind and rows in (prod(shape), prod(shape[:-1])):
+        if rows in (prod(shape), prod(shape[:-1])):
             return True
     return False
