@@ -26,12 +26,13 @@ from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, H
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
-from .diff_reasons import Where, visible_pairs
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_training, in_the_same_parts
+from .mask_reasons import visible_pairs
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
 from .shared_weights import weights_by_name, write_by_name
+from .side_words import Where
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement

@@ -20,10 +20,12 @@ from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideNa
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
-from .diff_reasons import Where, reasons, reordered_copies
+from .diff_reasons import reasons
 from .norm_reasons import of_norms
+from .row_orders import reordered_copies
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
+from .side_words import Where
 
 _LACKING = {
     "masked_scores": "mask",
