@@ -115,7 +115,8 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     are compared in canonical axes, and judged by the larger rounding error of both sides, measured against float64 in
     this run.
     """
-    weights, given = share(left, right) if same_weights else AS_THEY_ARE
+    shared = share(left, right) if same_weights else AS_THEY_ARE
+    given = shared.given
     sides, comparison = (left, right), Comparison(left, right)
     numbered = len(comparison.masked) > 1
     rows = comparison.rows(measured=bool(given))
@@ -126,7 +127,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
-        weights=weights,
+        weights=shared.weights,
         noise=_noise_source(left.dtype, right.dtype),
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
