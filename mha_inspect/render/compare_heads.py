@@ -222,7 +222,9 @@ class _Head:
     @property
     def attention(self) -> str:
         """The number of its attention, and its module: `2 decoder.self_attn`."""
-        return "" if self.count.attention is None else f"{self.count.attention} {self.count.module}".rstrip()
+        if self.count.attention is None:
+            return ""
+        return f"{self.count.attention} {self.count.module}".rstrip()
 
 
 def _focus(focus: Focus) -> Section:
@@ -251,7 +253,10 @@ def _timing(timing: Timing) -> Section:
         Column("middle half of runs", _middle_half, "right"),
         Column("runs", lambda count: count.runs, "right", drop=20),
     ]
-    names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
+    names: dict[str, None] = {}
+    for count in timing.counts:
+        for stage in count.flops:
+            names[stage.stage] = None
     for place, name in enumerate(names, 1):
         columns.append(Column(name, partial(_flops, name=name), "right", drop=place))
     detail = f"forward only, {text.plural(timing.threads, 'thread')}; FLOPs of each stage's matrix products"
