@@ -90,7 +90,8 @@ def _rows_of(shards: Sequence[Mapping[str, Shard]]) -> dict[str, tuple[int, int]
         return rows
     first, *later = shards
     for name, shard in first.items():
-        if all(shards[name].rows == shard.rows for shards in later if name in shards):
+        places = {shards[name].rows for shards in later if name in shards}
+        if places <= {shard.rows}:
             rows[name] = shard.rows
     return rows
 
@@ -202,7 +203,7 @@ def _factor(name: str, shards: Mapping[str, Shard]) -> Fraction:
 
 def shards_of(run: NamedRun, parameters: Mapping[str, Tensor]) -> list[dict[str, Shard]]:
     """Return for each attention the rank's part of W_q, W_k, W_v and W_o, where each is in one matrix."""
-    return [_shards(parts, parameters) for parts, _ in parts_of(run)]
+    return [_shards(in_parameters.parts, parameters) for in_parameters in parts_of(run)]
 
 
 def _shards(parts: Sequence[Part], parameters: Mapping[str, Tensor]) -> dict[str, Shard]:
