@@ -255,16 +255,20 @@ class ComparableRun:
         A query with every key masked out has no defined result, so it has no rounding error. `as_made` is for stages
         that are compared in their own axes.
         """
-        measured, exact = self._rounding.measured, self._rounding.exact
+        measured = self._rounding.measured
+        exact = self._rounding.exact
         if as_made:
-            plain, finer = measured.as_made(place, stage), exact.as_made(place, stage)
-            if plain is None or finer is None:
+            coarse = measured.as_made(place, stage)
+            fine = exact.as_made(place, stage)
+            if coarse is None or fine is None:
                 return 0.0
-            return rounding_error(plain, finer) * self._rounding.unit
-        coarse, fine = measured.content(place, stage), exact.content(place, stage)
+            return rounding_error(coarse, fine) * self._rounding.unit
+        coarse = measured.content(place, stage)
+        fine = exact.content(place, stage)
         if coarse is None or fine is None:
             return 0.0
-        coarse, fine = _without(stage, coarse, rows), _without(stage, fine, rows)
+        coarse = _without(stage, coarse, rows)
+        fine = _without(stage, fine, rows)
         return stage_noise(stage, coarse, fine, like) * self._rounding.unit
 
     def further_floor(self, name: str) -> float:

@@ -376,8 +376,10 @@ class _AttentionOfBoth:
         is_cached = expected.lt(self.continued.start) & expected.ge(0)
         keys_as_values = InBoth(keys.whole, values.call)
         has_key = keys_as_values.rows(expected) == expected
+        if not bool(has_key[is_cached].any()):
+            return False
         has_value = self._tokens == expected
-        return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
+        return not bool(has_value[is_cached].any())
 
     def _missing_values(self) -> _Difference | None:
         """Return whether a token that the one call attends to has no value in the call, or another value."""

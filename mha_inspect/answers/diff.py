@@ -333,12 +333,17 @@ def _after_the_stages(report: DiffReport) -> str:
 
 def _accuracy(report: DiffReport) -> Iterator[str]:
     """Yield the accuracy of different kernels or dtypes of one layer."""
-    left, right = report.left, report.right
+    left = report.left
+    right = report.right
     unlike = []
-    if left.environment.dtype != right.environment.dtype:
-        unlike.append(f"dtype ({left.environment.dtype}, {right.environment.dtype})")
+    dtype = left.environment.dtype
+    right_dtype = right.environment.dtype
+    if dtype != right_dtype:
+        unlike.append(f"dtype ({dtype}, {right_dtype})")
     if left.path.plain != right.path.plain:
-        unlike.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
+        kernel = left.path._kernels[0]
+        right_kernel = right.path._kernels[0]
+        unlike.append(f"kernel ({kernel}, {right_kernel})")
     costs = []
     for name, side in zip(_names(report), (left, right), strict=True):
         if side.rounding_error is not None and side.measured_against == "float64":
