@@ -51,7 +51,9 @@ class ComparableRun:
 
         `finer` is the subject with inputs and random weights in a finer dtype, for the run in float64.
         """
-        self.subject, self.finer, self._like = subject, finer, like
+        self.subject = subject
+        self.finer = finer
+        self._like = like
         self._contents: dict[tuple[int, str], Tensor | None] = {}
         self.measured_against: MeasuredAgainst = "float64"
         """The reference of the rounding error; final once the error was measured."""
@@ -74,22 +76,26 @@ class ComparableRun:
             with self.subject.apart() as subject:
                 run = subject.recorded(keep=True)
             require_alone(self.subject, "a comparison", run)
-            returned = [dense(tensor) for _, tensor in tensors_in(run.returned)]
-            if any(tensor.is_meta for tensor in returned):
-                raise DeviceError(
-                    "device meta has shapes but no numbers to compare. Use a module and inputs on the CPU."
-                )
-            if returned and not any(tensor.numel() for tensor in returned):
-                raise InputError(
-                    f"{self.label} returns {list(returned[0].shape)}, which has no numbers to compare. "
-                    "Give inputs without a dimension of 0."
-                )
-            return run.beside(self.subject.wider_run(run) if self._like is None else self._like.run.wider)
+            self._require_numbers(run)
+            if self._like is not None:
+                return run.beside(self._like.run.wider)
+            return run.beside(self.subject.wider_run(run))
+
+    def _require_numbers(self, run: Run) -> None:
+        """Raise `DeviceError` or `InputError` if a run returns tensors without numbers."""
+        returned = [dense(tensor) for _, tensor in tensors_in(run.returned)]
+        if any(tensor.is_meta for tensor in returned):
+            raise DeviceError("device meta has shapes but no numbers to compare. Use a module and inputs on the CPU.")
+        if returned and not any(tensor.numel() for tensor in returned):
+            raise InputError(
+                f"{self.label} returns {list(returned[0].shape)}, which has no numbers to compare. "
+                "Give inputs without a dimension of 0."
+            )
 
     def forget(self) -> None:
         """Drop the run and its tensors, because the weights changed or the run is no longer needed."""
         self._contents.clear()
-        for name in ("run", "output", "_pair", "_named"):
+        for name in ("run", "output", "_rounding", "_named"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -114,7 +120,7 @@ class ComparableRun:
 
         Heads are without their scale: an implementation may scale queries, keys or scores.
         """
-        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
+        if not self.has_stage(place, stage):
             return None
         if (place, stage) not in self._contents:
             attention, names = self.attentions[place]
@@ -122,26 +128,39 @@ class ComparableRun:
             self._contents[place, stage] = without_scale(content, attention, stage)
         return self._contents[place, stage]
 
+    def has_stage(self, place: int, stage: str) -> bool:
+        """Return whether there is an attention at this place, with this stage."""
+        if place >= len(self.attentions):
+            return False
+        attention, _ = self.attentions[place]
+        return stage in attention.stages
+
     def as_made(self, place: int, stage: str) -> Tensor | None:
         """Return a stage of an attention in its own axes, without its scale; None if it is absent or made in turns."""
-        if place >= len(self.attentions) or self.attentions[place][0].branches:
+        if not self.has_stage(place, stage):
             return None
-        attention = self.attentions[place][0]
-        tensor = attention.stages.get(stage)
-        content = None if tensor is None else self.run.recording.values.get(tensor.id)
+        attention, _ = self.attentions[place]
+        if attention.branches:
+            return None
+        tensor = attention.stages[stage]
+        content = self.run.recording.values.get(tensor.id)
         return without_scale(content, attention, stage)
 
     def axes(self, place: int, stage: str) -> str:
         """Return the axes of a stage as they are: `(batch windows) heads query key`; empty if it is absent."""
-        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
+        if not self.has_stage(place, stage):
             return ""
-        return self.attentions[place][1].of_stage(stage)
+        _, names = self.attentions[place]
+        return names.of_stage(stage)
 
     def filled(self, place: int) -> int:
         """Return the number of keys of an attention without empty slots at the end of a cache."""
         attention, names = self.attentions[place]
-        seen = getattr(visibility(self.run.graph, attention, names), "seen", None)
-        return names.lengths[1] if seen is None else filled_slots(self.run.graph, attention, seen).shape[1]
+        visible = visibility(self.run.graph, attention, names)
+        if visible is None or visible.seen is None:
+            _, keys = names.lengths
+            return keys
+        return filled_slots(self.run.graph, attention, visible.seen).shape[1]
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention with every key masked out in at least one head."""
@@ -182,29 +201,32 @@ class ComparableRun:
     # -- rounding -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _pair(self) -> tuple[ComparableRun, ComparableRun, float]:
-        """The measured run, the exact run in float64, and the factor of the measured error.
+    def _rounding(self) -> _Rounding:
+        """The runs that show the rounding error.
 
         float64 itself is measured by a copy in float32. With random elements, both runs are copies.
         """
         dtype = getattr(torch, self.dtype)
-        exact = self if dtype == torch.float64 and not self.drops else self._in(torch.float64)
+        is_exact = dtype == torch.float64 and not self.drops
+        exact = self if is_exact else self._in(torch.float64)
+        measured = self
         if dtype == torch.float64:
             measured = self._in(torch.float32)
         elif self.drops:
             measured = self._in(dtype)
-        else:
-            measured = self
         if self.measured_against == "half a digit":
-            return measured, exact, 1.0  # this error is already that of the run's dtype
-        return measured, exact, beside(dtype)[1]
+            return _Rounding(measured, exact, unit=1.0)  # this error is already that of the run's dtype
+        _, unit = beside(dtype)
+        return _Rounding(measured, exact, unit)
 
     def _in(self, dtype: torch.dtype) -> ComparableRun:
         """Return the run of a copy in another dtype, in eval mode if the module drops elements.
 
         If the copy fails, return a run of the subject with every number changed by half its last digit.
         """
-        subject = self.finer if self.finer is not None and dtype == torch.float64 else self.subject
+        subject = self.subject
+        if self.finer is not None and dtype == torch.float64:
+            subject = self.finer
 
         def of_copy(copied: Subject) -> ComparableRun:
             copy = ComparableRun(copied, self)
@@ -233,29 +255,56 @@ class ComparableRun:
         A query with every key masked out has no defined result, so it has no rounding error. `as_made` is for stages
         that are compared in their own axes.
         """
-        measured, exact, unit = self._pair
+        measured = self._rounding.measured
+        exact = self._rounding.exact
         if as_made:
-            plain, finer = measured.as_made(place, stage), exact.as_made(place, stage)
-            return 0.0 if plain is None or finer is None else rounding_error(plain, finer) * unit
-        coarse, fine = measured.content(place, stage), exact.content(place, stage)
+            coarse = measured.as_made(place, stage)
+            fine = exact.as_made(place, stage)
+            if coarse is None or fine is None:
+                return 0.0
+            return rounding_error(coarse, fine) * self._rounding.unit
+        coarse = measured.content(place, stage)
+        fine = exact.content(place, stage)
         if coarse is None or fine is None:
             return 0.0
-        return stage_noise(stage, _without(stage, coarse, rows), _without(stage, fine, rows), like) * unit
+        coarse = _without(stage, coarse, rows)
+        fine = _without(stage, fine, rows)
+        return stage_noise(stage, coarse, fine, like) * self._rounding.unit
 
     def further_floor(self, name: str) -> float:
         """Return the rounding error of another tensor that the forward returns; 0 if a copy does not return it."""
-        measured, exact, unit = self._pair
-        coarse, fine = measured.further.get(name), exact.further.get(name)
-        return 0.0 if coarse is None or fine is None else rounding_error(coarse, fine) * unit
+        coarse = self._rounding.measured.further.get(name)
+        fine = self._rounding.exact.further.get(name)
+        if coarse is None or fine is None:
+            return 0.0
+        return rounding_error(coarse, fine) * self._rounding.unit
 
     def output_floor(self, rows: Rows) -> float:
         """Return the rounding error of the output; these queries are excluded if the output begins `batch query`."""
-        measured, exact, unit = self._pair
-        coarse, fine = measured.output, exact.output
-        weights = self.content(len(self.attentions) - 1, "weights") if rows else None
-        if weights is not None and coarse.shape[:2] == (weights.shape[0], weights.shape[2]):
+        coarse = self._rounding.measured.output
+        fine = self._rounding.exact.output
+        if rows and self._begins_by_query(coarse):
             coarse, fine = _without("output", coarse, rows), _without("output", fine, rows)
-        return rounding_error(coarse, fine) * unit
+        return rounding_error(coarse, fine) * self._rounding.unit
+
+    def _begins_by_query(self, output: Tensor) -> bool:
+        """Return whether the first axes of an output are the batch and the queries of the last attention."""
+        weights = self.content(len(self.attentions) - 1, "weights")
+        if weights is None:
+            return False
+        batch, _, queries, _ = weights.shape
+        return output.shape[:2] == (batch, queries)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rounding:
+    """Two runs of one subject in two dtypes, which differ by rounding."""
+
+    measured: ComparableRun
+    exact: ComparableRun
+    """The run in float64."""
+    unit: float
+    """The factor of the measured error."""
 
 
 def without_scale(content: Tensor | None, attention: Attention, stage: str) -> Tensor | None:
@@ -280,18 +329,21 @@ def measured_in(
     label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.dtype, measure: Callable[[Subject], T]
 ) -> T:
     """Return the measurement of a copy in another dtype. Raises `InputError` if it cannot be copied or run."""
-    what, why = "copied, and measuring rounding needs a copy in another dtype", ""
+    done = "copied, and measuring rounding needs a copy in another dtype"
+    is_copied = False
     try:
         copy = copied(dtype)
-        what = f"run in {str(dtype).removeprefix('torch.')}, and measuring rounding needs that"
-        why = " Tensors made in its forward have a fixed dtype."
+        is_copied = True
+        done = f"run in {str(dtype).removeprefix('torch.')}, and measuring rounding needs that"
         return measure(copy)
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, MhaInspectError):
             raise
-        first, why = first_line(error), why if isinstance(error, RuntimeError) else ""
-        dot = "." if why and not first.endswith(".") else ""
-        raise InputError(f"{label} cannot be {what}: {first}{dot}{why}") from None
+        reason = first_line(error)
+        if is_copied and isinstance(error, RuntimeError):
+            reason = reason if reason.endswith(".") else f"{reason}."
+            reason += " Tensors made in its forward have a fixed dtype."
+        raise InputError(f"{label} cannot be {done}: {reason}") from None
 
 
 def _without(stage: str, content: Tensor, rows: Rows) -> Tensor:
@@ -299,7 +351,9 @@ def _without(stage: str, content: Tensor, rows: Rows) -> Tensor:
     if stage in _OF_KEYS or not rows:
         return content
     cleared = content.clone()
-    by_query = cleared.transpose(1, 2) if "heads" in CANONICAL_AXES[stage].split() else cleared
+    by_query = cleared
+    if "heads" in CANONICAL_AXES[stage].split():
+        by_query = cleared.transpose(1, 2)
     for batch, query in rows:
         if batch < by_query.shape[0] and query < by_query.shape[1]:
             by_query[batch, query] = 0
@@ -348,42 +402,45 @@ class Comparison:
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
         for place in range(len(self.masked)):
-            present: set[str] = set()
-            for run in (self.left, self.right):
-                if place < len(run.attentions):
-                    present.update(run.attentions[place][0].stages)
             for stage in STAGES:
-                if stage in present:
-                    yield self._compared(place, stage, measured=measured)
+                if not self.left.has_stage(place, stage) and not self.right.has_stage(place, stage):
+                    continue
+                if measured:
+                    yield self._compared(place, stage)
+                else:
+                    yield self._beside(place, stage)
 
-    def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
-        """Return a stage on both sides, with the difference if it is to be measured and can be."""
-        left, right = self.left.content(place, stage), self.right.content(place, stage)
-        if not measured:
-            return ComparedStage(place, stage, left, right, None)
-        if left is None or right is None:
-            as_made = self._compared_as_made(place, stage)
-            return as_made or ComparedStage(place, stage, left, right, None)
-        whole_left, whole_right, note = self._with_all_heads(place, stage, left, right)
+    def _beside(self, place: int, stage: str) -> ComparedStage:
+        """Return a stage on both sides, without a difference."""
+        left = self.left.content(place, stage)
+        right = self.right.content(place, stage)
+        return ComparedStage(place, stage, left, right, None)
+
+    def _compared(self, place: int, stage: str) -> ComparedStage:
+        """Return a stage on both sides, with the difference if it can be measured."""
+        beside = self._beside(place, stage)
+        if beside.left is None or beside.right is None:
+            return self._compared_as_made(place, stage) or beside
+        left, right, note = self._with_all_heads(place, stage, beside.left, beside.right)
         axes = CANONICAL_AXES[stage].split()
-        if left.shape != right.shape and "key" in axes:
+        if beside.left.shape != beside.right.shape and "key" in axes:
             keys = max(self.left.filled(place), self.right.filled(place))
-            whole_left = _first(keys, whole_left, axes.index("key"))
-            whole_right = _first(keys, whole_right, axes.index("key"))
+            left = _first(keys, left, axes.index("key"))
+            right = _first(keys, right, axes.index("key"))
         # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
 
         def floor() -> float:
             floors = []
             for run in self._measured:
-                compared_with = whole_right if run is self.left else whole_left
+                compared_with = right if run is self.left else left
                 floors.append(run.floor(place, stage, compared_with, rows))
             return max(floors)
 
-        difference = compare_stage(stage, whole_left, whole_right, floor)
+        difference = compare_stage(stage, left, right, floor)
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
-        return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
+        return replace(beside, difference=replace(difference, note=difference.note or note))
 
     def _with_all_heads(self, place: int, stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
         """Return a stage of both sides with keys or values for every query head, and which of them were repeated."""
@@ -396,10 +453,11 @@ class Comparison:
 
     def _compared_as_made(self, place: int, stage: str) -> ComparedStage | None:
         """Compare a stage without canonical axes, e.g. of windows; None unless both sides agree in shape and axes."""
-        axes = self.left.axes(place, stage)
-        left, right = self.left.as_made(place, stage), self.right.as_made(place, stage)
+        left = self.left.as_made(place, stage)
+        right = self.right.as_made(place, stage)
         if left is None or right is None or left.shape != right.shape:
             return None
+        axes = self.left.axes(place, stage)
         if self.right.axes(place, stage) != axes:
             return None
 
@@ -427,7 +485,8 @@ class Comparison:
             floor = 0.0
             if not torch.equal(left, right):
                 floor = max(run.further_floor(name) for run in self._measured)
-            differences.append(OutputDifference(**vars(difference_of(left, right, floor)), name=name))
+            difference = difference_of(left, right, floor)
+            differences.append(OutputDifference(**vars(difference), name=name))
         return tuple(differences)
 
 
@@ -435,7 +494,8 @@ def _repeated_heads(left: AxisNames, right: AxisNames) -> str:
     """Return on which sides key/value heads are repeated: `each of the 2 key/value heads on the left is repeated …`."""
     sides = []
     for side, names in (("left", left), ("right", right)):
-        heads, kv_heads = names.num_heads, names.num_kv_heads
+        heads = names.num_heads
+        kv_heads = names.num_kv_heads
         if heads > kv_heads > 0:
             times = heads // kv_heads
             sides.append(f"each of the {kv_heads} key/value heads on the {side} is repeated {times} times")
@@ -450,15 +510,17 @@ def _first(count: int, tensor: Tensor, dim: int) -> Tensor:
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
     """Return `batch key (heads head_dim)` or `batch heads key head_dim` with a key or value for every query head."""
     kv_heads = names.num_kv_heads
+    axes = "batch key ({} head_dim)"
+    features = content.shape[-1]
     if content.dim() == 4:
-        axes, features = "batch ({}) key head_dim", content.shape[1] * names.head_dim
-    else:
-        axes, features = "batch key ({} head_dim)", content.shape[-1]
+        axes = "batch ({}) key head_dim"
+        features = content.shape[1] * names.head_dim
     if not kv_heads or names.num_heads % kv_heads or features != kv_heads * names.head_dim:
         return content
     order = " ".join(names.head_order[1:])
-    pattern = f"{axes.format('kv_heads')} -> {axes.format(order)}"
-    return repeat(content, pattern, kv_heads=kv_heads, group=names.num_heads // kv_heads)
+    before = axes.format("kv_heads")
+    after = axes.format(order)
+    return repeat(content, f"{before} -> {after}", kv_heads=kv_heads, group=names.num_heads // kv_heads)
 
 
 def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 from math import log
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..call.call import explaining
 from ..errors import SpecError
@@ -26,12 +27,13 @@ from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, H
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
-from .diff_reasons import Where, visible_pairs
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_training, in_the_same_parts
+from .mask_reasons import visible_pairs
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
 from .shared_weights import weights_by_name, write_by_name
+from .side_words import Where
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement
@@ -68,32 +70,34 @@ def compare_heads(
     Each gets the baseline's weights as far as their shapes allow, and is run once. `see` is called with each head count
     and its run, while the stages are in memory; `tick` is called with the progress before each step of training.
     """
-    baseline = HeadRun(*counted[0])
+    num_heads, first = counted[0]
+    baseline = HeadRun(num_heads, first)
     masked = baseline.masked_queries(0)
     rows: list[HeadCount] = []
     copied: list[CopiedWeights] = []
-    learners: list[Learner] = []
-    focuses: list[HeadsFocus] = []
-    flops: list[tuple[StageFlops, ...]] = []
     observed: list[_Observed] = []
+    asked = _Asked()
     for num_heads, subject in counted:
-        run = HeadRun(num_heads, subject) if rows else baseline
-        copied.append(copy_weights(baseline, run) if rows else CopiedWeights(True))
+        run = baseline
+        weights = CopiedWeights(same=True)
+        if rows:
+            run = HeadRun(num_heads, subject)
+            weights = copy_weights(baseline, run)
         _require_comparable(run, baseline)
-        rows.append(_row(run, baseline, copied[-1], rows))
+        rows.append(_row(run, baseline, weights, rows))
+        copied.append(weights)
         observed.append(_Observed.of(baseline, run, masked))
         if steps:
-            learners.append(Learner.of(num_heads, run))
+            asked.learners.append(Learner.of(num_heads, run))
         if focus:
-            focuses += focus_of_run(run)
+            asked.focuses.extend(focus_of_run(run))
         if time:
-            flops.append(_flops_of(run.run))
+            asked.flops.append(_flops_of(run.run))
         if see is not None:
             see(num_heads, run)
         if run is not baseline:
             run.forget()
-    training = compare_training(in_the_same_parts(learners), steps, tick) if steps else None
-    return CompareHeadsReport(
+    report = CompareHeadsReport(
         environment=environment_of(baseline.subject),
         layer=layer_of(baseline.subject),
         baseline=baseline.num_heads,
@@ -106,11 +110,26 @@ def compare_heads(
             *_masked(baseline, masked, _once(count.fate for count in observed)),
             *unlike_dot(baseline.run),
         ),
-        training=training,
-        focus=compare_focus(focuses) if focus else None,
-        timing=_compare_times(counted, flops) if time else None,
+        training=None,
+        focus=compare_focus(asked.focuses) if focus else None,
+        timing=None,
         measured_against=baseline.measured_against,
     )
+    if steps:
+        training = compare_training(in_the_same_parts(asked.learners), steps, tick)
+        report = replace(report, training=training)
+    if time:
+        report = replace(report, timing=_compare_times(counted, asked.flops))
+    return report
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the user asked for beside the outputs: an entry for each head count, and for each attention of `focuses`."""
+
+    learners: list[Learner] = field(default_factory=list)
+    focuses: list[HeadsFocus] = field(default_factory=list)
+    flops: list[tuple[StageFlops, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -160,19 +179,28 @@ def _unlike_masks(baseline: HeadRun, run: HeadRun) -> str:
 
 def _masks_by_scores(run: HeadRun, place: int) -> bool:
     """Return whether a mask of an attention is made of its scores, so that several operands depend on them."""
-    recording, (attention, _) = run.run.recording, run.attentions[place]
+    recording = run.run.recording
+    attention, _ = run.attentions[place]
     scores = attention.score_product.op.output
     for op in attention.masks:
-        of_scores = [read for read in op.inputs if read.id == scores.id or between(recording, {scores.id}, read)]
-        if len(of_scores) > 1:
+        of_scores = 0
+        for operand in op.inputs:
+            if operand.id == scores.id or between(recording, {scores.id}, operand):
+                of_scores += 1
+        if of_scores > 1:
             return True
     return False
 
 
 def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:
     """Return the shape of each stage of the first attention in canonical axes, without stages that have no numbers."""
-    contents = {stage: run.content(0, stage) for stage in run.attentions[0][0].stages}
-    return {stage: tuple(content.shape) for stage, content in contents.items() if content is not None}
+    attention, _ = run.attentions[0]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage in attention.stages:
+        content = run.content(0, stage)
+        if content is not None:
+            shapes[stage] = tuple(content.shape)
+    return shapes
 
 
 def _stages(observed: Sequence[_Observed]) -> tuple[StageShapes, ...]:
@@ -183,17 +211,22 @@ def _stages(observed: Sequence[_Observed]) -> tuple[StageShapes, ...]:
     shares_keys = any(count.shares_keys for count in observed)
     stages: list[StageShapes] = []
     for stage in STAGES:
+        if not any(stage in count.shapes for count in observed):
+            continue
+        axes = CANONICAL_AXES[stage]
+        if not shares_keys:
+            axes = axes.replace("kv_heads", "heads")
         shapes = tuple(count.shapes.get(stage) for count in observed)
-        if any(shape is not None for shape in shapes):
-            axes = CANONICAL_AXES[stage] if shares_keys else CANONICAL_AXES[stage].replace("kv_heads", "heads")
-            stages.append(StageShapes(stage, axes, shapes))
+        stages.append(StageShapes(stage, axes, shapes))
     return tuple(stages)
 
 
 def _masked(baseline: HeadRun, masked: Rows, fates: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence about queries with every key masked out, in any head; none without such queries."""
+    if not masked:
+        return ()
     weights = f"their weights are {listed(fates)}"
-    return (masked_sentence(masked, weights, baseline.masked_heads(0)),) if masked else ()
+    return (masked_sentence(masked, weights, baseline.masked_heads(0)),)
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
@@ -228,35 +261,48 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
 
     Buffers are no weights: each head count keeps its own masks, and what else it computed from its sizes.
     """
-    given, taken = weights_by_name(baseline), weights_by_name(run)
-    fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
+    given = weights_by_name(baseline)
+    taken = weights_by_name(run)
+    fitting: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        if name in taken and taken[name].shape == tensor.shape:
+            fitting[name] = tensor
     write_by_name(run, fitting)
     if fitting.keys() == given.keys() == taken.keys():
-        return CopiedWeights(True)
-    pairs = list(zip(baseline.weights, run.weights, strict=False))
-    run.forget()  # the run had other weights
+        return CopiedWeights(same=True)
     parts: list[str] = []
     changes: list[Change] = []
     projected: set[str] = set()
-    for source, destination in pairs:
+    for source, destination in zip(baseline.weights, run.weights, strict=False):
         copied = copy_by_head(source, destination)
         parts += copied.copied
         changes += map(_lost, copied.not_copied)
         for projection in chain(source.projections.values(), destination.projections.values()):
             projected.update(projection.parameters)
+    run.forget()  # it ran with other weights
     parts += [name for name in fitting if name not in projected]
-    for name, tensor in taken.items():
-        if name in fitting or name in projected:
-            continue
-        if name in given:
-            changes.append(Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}"))
-        else:
-            changes.append(Change(f"{name} is new"))
-    changes += [Change(f"{name} is missing") for name in given if name not in taken and name not in projected]
-    before, after = _numel(baseline.subject.module), _numel(run.subject.module)
+    changes += _changes_by_name(given, taken, leaving_out=projected)
+    before = _numel(baseline.subject.module)
+    after = _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]
     return CopiedWeights(not changes, tuple(parts), tuple(changes))
+
+
+def _changes_by_name(
+    given: Mapping[str, Tensor], taken: Mapping[str, Tensor], *, leaving_out: Collection[str]
+) -> Iterator[Change]:
+    """Yield the weights that have another shape than the baseline's, are new or are missing."""
+    for name, tensor in taken.items():
+        if name in leaving_out:
+            continue
+        if name not in given:
+            yield Change(f"{name} is new")
+        elif given[name].shape != tensor.shape:
+            yield Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}")
+    for name in given:
+        if name not in taken and name not in leaving_out:
+            yield Change(f"{name} is missing")
 
 
 def _lost(part: NotCopied) -> Change:
@@ -284,9 +330,8 @@ def _row(run: HeadRun, baseline: HeadRun, copied: CopiedWeights, before: Sequenc
     if not before:
         return row
     walk = _walk(baseline, run, row.verdict)
-    why = reason(before[0], row, walk, copied)
-    sentence = f"{why.start}{why.sizes}{why.end}"
-    return replace(row, first_differing_stage=walk.first, reason=sentence, _pieces=why)
+    pieces = reason(before[0], row, walk, copied)
+    return replace(row, first_differing_stage=walk.first, reason=pieces.sentence, _pieces=pieces)
 
 
 def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
@@ -294,35 +339,38 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
 
     If the outputs differ, the walk ends at that stage; otherwise it finds the stage from which both are the same again.
     """
-    walk, places = StageWalk(), min(len(baseline.attentions), len(run.attentions))
-    for place, rows in groupby(Comparison(baseline, run, (baseline,)).rows(), key=lambda row: row.place):
+    walk = StageWalk()
+    places = min(len(baseline.attentions), len(run.attentions))
+    rows = Comparison(baseline, run, (baseline,)).rows()
+    for place, of_attention in groupby(rows, key=attrgetter("place")):
         if place >= places:
             break
-        walk = _walk_of_attention(rows, run, verdict)
+        walk = _walk_of_attention(of_attention, run, verdict)
         if walk.first is not None:
             return walk
-    return walk._replace(unnamed=_unnamed((baseline, run)))
+    return replace(walk, unnamed=_unnamed((baseline, run)))
 
 
 def _walk_of_attention(rows: Iterable[ComparedStage], run: HeadRun, verdict: Verdict) -> StageWalk:
     """Compare the stages of one attention; a walk with different outputs ends at the first stage that differs."""
-    walk = StageWalk()
+    same: list[str] = []
+    walk: StageWalk | None = None
     for row in rows:
         if row.difference is None or row.name in ("query", "key", "value"):
             continue
         differs = row.difference.verdict == "differs"
-        if walk.first is not None and differs:
-            walk = walk._replace(rejoined=None)
-        elif walk.first is not None:
-            walk = walk._replace(rejoined=walk.rejoined or row.name)
-        elif not differs:
-            walk = walk._replace(same=(*walk.same, row.name))
-        else:
+        if walk is None and not differs:
+            same.append(row.name)
+        elif walk is None:
             rotated = bool(run.subject.made_with.get("rope"))
-            walk = walk._replace(first=row.name, note=_other_sizes(row), rotated=rotated)
+            walk = StageWalk(tuple(same), first=row.name, note=_other_sizes(row), rotated=rotated)
             if verdict == "differs":
                 return walk
-    return walk
+        elif differs:
+            walk = replace(walk, rejoined=None)
+        elif walk.rejoined is None:
+            walk = replace(walk, rejoined=row.name)
+    return walk or StageWalk(tuple(same))
 
 
 def _unnamed(sides: Sequence[HeadRun]) -> tuple[str, ...]:
@@ -330,7 +378,9 @@ def _unnamed(sides: Sequence[HeadRun]) -> tuple[str, ...]:
     unnamed: set[str] = set()
     for side in sides:
         for place, (attention, _) in enumerate(side.attentions):
-            unnamed.update(stage for stage in attention.stages if side.content(place, stage) is None)
+            for stage in attention.stages:
+                if side.content(place, stage) is None:
+                    unnamed.add(stage)
     return tuple(stage for stage in STAGES if stage in unnamed)
 
 
@@ -339,21 +389,27 @@ def _other_sizes(row: ComparedStage) -> str:
     assert row.left is not None
     assert row.right is not None
     assert row.difference is not None
-    left, right = list(row.left.shape), list(row.right.shape)
-    if left == right or (row.difference.max_abs_difference is not None and len(left) > 3):
+    left = list(row.left.shape)
+    right = list(row.right.shape)
+    was_subtracted = row.difference.max_abs_difference is not None
+    if left == right or (was_subtracted and len(left) > 3):
         return ""
-    wider = left[:-1] == right[:-1]
-    return f"{right[-1]} features wide instead of {left[-1]}" if wider else f"{right} instead of {left}"
+    if left[:-1] == right[:-1]:
+        return f"{right[-1]} features wide instead of {left[-1]}"
+    return f"{right} instead of {left}"
 
 
 def _flops_of(run: Run) -> tuple[StageFlops, ...]:
     """Return the floating-point operations of each stage with matrix products, summed over all attentions."""
     total = dict.fromkeys(STAGES, 0)
     for attention, names in run.attentions:
-        facts = StageFacts(run.graph, attention, {stage: names.of_stage(stage) for stage in attention.stages})
+        axes = {stage: names.of_stage(stage) for stage in attention.stages}
+        facts = StageFacts(run.graph, attention, axes)
         for stage in attention.stages:
-            turns = len(attention.branches) if is_by_turn(attention, names, stage) else 1
-            total[stage] += facts.flops(stage) * turns
+            flops = facts.flops(stage)
+            if is_by_turn(attention, names, stage):
+                flops *= len(attention.branches)
+            total[stage] += flops
     return tuple(StageFlops(stage, flops) for stage, flops in total.items() if flops)
 
 
@@ -361,10 +417,17 @@ def _compare_times(counted: Sequence[tuple[int, Subject]], flops: Sequence[tuple
     counts = []
     for (num_heads, subject), of_stages in zip(counted, flops, strict=True):
         measured = _measured(subject)
-        quartiles = torch.tensor(measured.times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double())
-        low, high = (1e3 * quartiles).tolist()
-        runs = measured.number_per_run * len(measured.times)
-        counts.append(HeadTime(num_heads, 1e3 * measured.median, low, high, runs, of_stages))
+        times_in_ms = 1e3 * torch.tensor(measured.times, dtype=torch.float64)
+        counts.append(
+            HeadTime(
+                num_heads,
+                median_ms=1e3 * measured.median,
+                low_ms=float(times_in_ms.quantile(0.25)),
+                high_ms=float(times_in_ms.quantile(0.75)),
+                runs=measured.number_per_run * len(measured.times),
+                flops=of_stages,
+            )
+        )
     return Timing(tuple(counts), torch.get_num_threads(), _time_answer(counts))
 
 
@@ -379,16 +442,18 @@ def _measured(subject: Subject) -> Measurement:
 
 
 def _time_answer(counts: Sequence[HeadTime]) -> str:
-    base, others = counts[0], counts[1:]
+    base, *compared = counts
     totals = {sum(stage.flops for stage in count.flops) for count in counts}
     given = "The number of operations changes with the head count."
     if len(totals) == 1:
         given = "Every head count needs the same number of operations."
-    apart = [count for count in others if count.low_ms > base.high_ms or count.high_ms < base.low_ms]
+    apart = [count for count in compared if count.low_ms > base.high_ms or count.high_ms < base.low_ms]
     heads = plural(base.num_heads, "head")
     if not apart:
         return f"{given} No time differs from that of {heads} by more than the spread of the runs."
     furthest = max(apart, key=lambda count: abs(log(count.median_ms / base.median_ms)))
     ratio = furthest.median_ms / base.median_ms
-    took = f"{times(ratio)} times as long as" if ratio > 1 else f"{percent(ratio)} of the time of"
+    took = f"{percent(ratio)} of the time of"
+    if ratio > 1:
+        took = f"{times(ratio)} times as long as"
     return f"{given} {plural(furthest.num_heads, 'head')} took {took} {heads}."

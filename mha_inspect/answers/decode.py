@@ -119,33 +119,38 @@ class _Loop:
     def _decoded(self) -> _Decoded:
         """Run one forward over all tokens and the calls, and compare them."""
         with self.subject.apart() as fresh, _naming_call("The forward over all tokens raised.", ()):
-            whole = _Whole.of(_recorded(fresh)[1])
+            _, run = _recorded(fresh)
+            whole = _Whole.of(run)
         with self.subject.apart() as fresh:
             arguments = Arguments(fresh)
             for name in (self.cache, self.positions):
                 if name:
                     arguments.require(name)
             source = _source(fresh, arguments, whole.output, self.steps)
-            calls = self._run(_Pieces(fresh, arguments, source, whole.by_item, self.positions))
+            pieces = _Pieces(fresh, arguments, source, whole.by_item, self.positions)
+            calls = self._run(pieces)
         proof = self._proof(whole, source, calls)
-        notes = *jumps(calls.rows(), may_drop=False), *calls.trace.notes
-        trace = replace(calls.trace, steps=tuple(calls.rows()), decode=proof, notes=notes)
+        rows = calls.rows()
+        notes = (*jumps(rows, may_drop=False), *calls.trace.notes)
+        trace = replace(calls.trace, steps=tuple(rows), decode=proof, notes=notes)
         return _Decoded(trace, calls.run)
 
     def _run(self, pieces: _Pieces) -> _Calls:
         """Run each call after the other. Raises `InputError` if a call sees no key of an earlier call."""
-        cache, past = self.cache, None
+        cache = self.cache
+        past = None
         calls: list[_Call] = []
         for step, (start, stop) in enumerate(pairwise(self._places(pieces.source))):
             changes = pieces.changes(start, stop)
-            if past is not None:
-                cache = cache or _cache_argument(pieces, changes, past)
-                if cache:
-                    changes[cache] = past
+            if past is not None and not cache:
+                cache = _cache_argument(pieces, changes, past)
+            if past is not None and cache:
+                changes[cache] = past
             called = pieces.with_changes(changes)
             with _naming_call(self._raised(step, start), [call.row for call in calls]):
                 trace, run = traced(called, self.show, keep=True) if step == self.steps else _recorded(called)
-            row = step_of(trace.attentions, start, continued=bool(cache) and past is not None)
+            takes_past = bool(cache) and past is not None
+            row = step_of(trace.attentions, start, continued=takes_past)
             if step and not row.past:
                 raise _no_cache(pieces.arguments, cache)
             past = second_output(run.returned)
@@ -278,8 +283,14 @@ def _recorded(subject: Subject, *, keep: bool = False) -> tuple[Trace, Run]:
     """Return the trace of a recorded run, without notes, and the run. Raises `ForwardError` if it raises."""
     with subject.settings():
         run = run_of(subject, Show(), keep=keep, before=subject.state())
-    environment, leaves = environment_of(subject), subject.leaves(run.recording)
-    return report(run, Show(), environment=environment, layer=layer_of(subject), leaves=leaves), run
+    trace = report(
+        run,
+        Show(),
+        environment=environment_of(subject),
+        layer=layer_of(subject),
+        leaves=subject.leaves(run.recording),
+    )
+    return trace, run
 
 
 def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -> Source:
@@ -289,7 +300,9 @@ def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -
     if 0 < steps < length:
         return sources[0]
     why = "leaves no prompt" if steps > 0 else "has no step"
-    most = f"--decode 1 to {length - 1}, or " if length > 1 else ""
+    most = ""
+    if length > 1:
+        most = f"--decode 1 to {length - 1}, or "
     tokens = plural(length, "token")
     raise InputError(f"decode {steps} {why}: the input has {tokens}. Use {most}more tokens.")
 

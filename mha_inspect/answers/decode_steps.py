@@ -32,15 +32,22 @@ def step_of(attentions: Sequence[AttentionReport], before: int, *, continued: bo
     queries = min(map(_queries, attentions))
     of_tokens = [attention for attention in attentions if _queries(attention) == queries]
     widest = max(of_tokens, key=_keys)
+    past = 0
+    if continued:
+        # Empty slots of a static cache may not be known.
+        earlier = max(_keys(widest) - queries, 0)
+        past = min(before, earlier)
+    flops = 0
+    for attention in attentions:
+        flops += sum(stage.flops for stage in attention.stages)
     rotation = _rotation(of_tokens)
     return Step(
         queries=queries,
-        # Empty slots of a static cache may not be known.
-        past=min(before, max(_keys(widest) - queries, 0)) if continued else 0,
+        past=past,
         new=queries,
         scores=_shape_of_scores(widest),
         cache_bytes=sum(map(_read_bytes, attentions)),
-        flops=sum(stage.flops for attention in attentions for stage in attention.stages),
+        flops=flops,
         query_offset=None if rotation is None else rotation.query_offset,
         key_offset=None if rotation is None else rotation.key_offset,
     )
@@ -57,7 +64,8 @@ def with_steps(trace: Trace) -> Trace:
             continue
         rows = _steps_of_calls(trace.attentions, size)
         if all(row.queries == 1 and row.past for row in rows[1:]):
-            return replace(trace, steps=tuple(rows), notes=(*jumps(rows, may_drop=True), *trace.notes))
+            notes = (*jumps(rows, may_drop=True), *trace.notes)
+            return replace(trace, steps=tuple(rows), notes=notes)
     return trace
 
 
@@ -80,9 +88,14 @@ def _rotation(attentions: Sequence[AttentionReport]) -> Position | None:
     rotations: dict[tuple[int | None, int | None], Position] = {}
     for attention in attentions:
         position = attention.position
-        if position is not None and position.kind == "rotary":
-            rotations.setdefault((position.query_offset, position.key_offset), position)
-    return next(iter(rotations.values())) if len(rotations) == 1 else None
+        if position is None or position.kind != "rotary":
+            continue
+        offsets = (position.query_offset, position.key_offset)
+        rotations.setdefault(offsets, position)
+    if len(rotations) != 1:
+        return None
+    (rotation,) = rotations.values()
+    return rotation
 
 
 def jumps(steps: Sequence[Step], *, may_drop: bool) -> list[str]:
@@ -133,7 +146,9 @@ def _size(attention: AttentionReport, axis: str, names: Sequence[str]) -> int:
     """Return the size of an axis in the first of these stages that names it; 1 if none does."""
     stages = {stage.name: stage for stage in attention.stages}
     for name in names:
-        sizes = _sizes(stages[name]) if name in stages else {}
+        if name not in stages:
+            continue
+        sizes = _sizes(stages[name])
         if axis in sizes:
             return sizes[axis]
     return 1
@@ -157,12 +172,24 @@ def _read_bytes(attention: AttentionReport) -> int:
     """Return the bytes of the keys and values, in as many heads as are projected."""
     total = 0
     for stage in attention.stages:
-        if stage.name in ("k_heads", "v_heads"):
-            sizes = _sizes(stage)
-            merged = attention.num_kv_heads if "kv_heads" in stage.axes else attention.num_heads
-            heads = sizes.get("kv_heads", sizes.get("heads", merged))
-            total += stage.nbytes * min(attention.num_kv_heads, heads) // heads
+        if stage.name not in ("k_heads", "v_heads"):
+            continue
+        heads = _heads_in(stage, attention)
+        projected = min(attention.num_kv_heads, heads)
+        total += stage.nbytes * projected // heads
     return total
+
+
+def _heads_in(stage: Stage, attention: AttentionReport) -> int:
+    """Return the number of heads in a stage of keys or values."""
+    sizes = _sizes(stage)
+    for axis in ("kv_heads", "heads"):
+        if axis in sizes:
+            return sizes[axis]
+    # The heads are merged with another axis: `(batch kv_heads) key head_dim`.
+    if "kv_heads" in stage.axes:
+        return attention.num_kv_heads
+    return attention.num_heads
 
 
 def cache_bytes_of(cache: Any) -> int:
@@ -171,7 +198,8 @@ def cache_bytes_of(cache: Any) -> int:
     Counters and lengths do not count: they have fewer than two dimensions.
     """
     nbytes = 0
-    queue, seen = [cache], set[int]()
+    queue = [cache]
+    seen: set[int] = set()
     while queue:
         value = queue.pop()
         if id(value) in seen or isinstance(value, (nn.Module, type)):
@@ -180,5 +208,7 @@ def cache_bytes_of(cache: Any) -> int:
         if isinstance(value, Tensor) and value.dim() > 1:
             nbytes += value.nbytes
         parts = [part for _, part in parts_of(value)]
-        queue += parts or getattr(value, "__dict__", {}).values()
+        if not parts:
+            parts = [*getattr(value, "__dict__", {}).values()]
+        queue += parts
     return nbytes

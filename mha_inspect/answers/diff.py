@@ -20,10 +20,12 @@ from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideNa
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
-from .diff_reasons import Where, reasons, reordered_copies
+from .diff_reasons import reasons
 from .norm_reasons import of_norms
+from .row_orders import reordered_copies
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
+from .side_words import Where
 
 _LACKING = {
     "masked_scores": "mask",
@@ -50,13 +52,16 @@ class Side(ComparableRun):
     ) -> None:
         """Prepare a side; `settings` are for this side only, `finer` is as in `ComparableRun`."""
         super().__init__(subject, finer=finer)
-        self.name, self.settings = name, settings or {}
+        self.name = name
+        self.settings = settings or {}
 
     @property
     def label(self) -> str:
         """The side's name in sentences: `torch`, `torch with dtype bfloat16`."""
+        if not self.settings:
+            return super().label
         parts = [f"{setting} {_written(value)}" for setting, value in self.settings.items()]
-        return f"{super().label} with {', '.join(parts)}" if parts else super().label
+        return f"{super().label} with {', '.join(parts)}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -66,21 +71,27 @@ class Side(ComparableRun):
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """Return this side's stage; None if it has none."""
-        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
+        if not self.has_stage(place, stage):
             return None
         attention, names = self.attentions[place]
         tensor = attention.stages[stage]
+        count = 1
+        if attention.branches and stage not in _OF_ALL_HEADS:
+            count = len(attention.branches)
         return StageSide(
             shape=tensor.shape,
             axes=names.of_stage(stage),
             dtype=tensor.dtype,
             opened=is_hidden(self.run, stage, tensor),
             op=maker_of(self.run, tensor),
-            count=len(attention.branches) if attention.branches and stage not in _OF_ALL_HEADS else 1,
+            count=count,
         )
 
     def report(self, rows: Rows) -> DiffSide:
         """Return this side for the report; `rows`, queries with every key masked out, have no rounding error."""
+        rounding_error = None
+        if self.dtype != "float64" and not self.drops:
+            rounding_error = self.output_floor(rows)
         return DiffSide(
             label=self.label,
             environment=replace(environment_of(self.subject), dtype=self.dtype),
@@ -89,21 +100,27 @@ class Side(ComparableRun):
             path=path_of(self.run),
             numel=sum(parameter.numel() for parameter in self.subject.module.parameters()),
             output_shape=tuple(self.returned.shape),
-            rounding_error=None if self.dtype == "float64" or self.drops else self.output_floor(rows),
+            rounding_error=rounding_error,
             measured_against=self.measured_against,
         )
 
 
 def _written(value: object) -> str:
+    """Return a setting as it is written on the command line: `true`, `2,5`, `none`."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _plain(value: object) -> object:
+    """Return a setting as JSON has it."""
     if isinstance(value, tuple):
         return list(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
 
 
 def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
@@ -113,21 +130,26 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     are compared in canonical axes, and judged by the larger rounding error of both sides, measured against float64 in
     this run.
     """
-    weights, given = share(left, right) if same_weights else AS_THEY_ARE
-    sides, comparison = (left, right), Comparison(left, right)
+    shared = share(left, right) if same_weights else AS_THEY_ARE
+    given = shared.given
+    sides = (left, right)
+    comparison = Comparison(left, right)
     numbered = len(comparison.masked) > 1
-    rows = comparison.rows(measured=bool(given))
-    stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
+    stages: list[StageRow] = []
+    for stage in comparison.rows(measured=bool(given)):
+        attention = stage.place + 1 if numbered else None
+        stages.append(_row(sides, stage, attention))
+    first = _first_differing(stages)
     masked = tuple(sorted(set(chain.from_iterable(comparison.masked))))
     output = comparison.output(masked) if given else None
     further = comparison.further() if given else ()
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
-        weights=weights,
+        weights=shared.weights,
         noise=_noise_source(left.dtype, right.dtype),
         stages=tuple(stages),
-        first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
+        first_differing_stage=None if first is None else first.name,
         output=Difference(**_numbers(output)),
         outcome=_outcome(output, further),
         further=further,
@@ -136,16 +158,23 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
     why = _reasons(sides, report)
-    answer = (
-        _first_sentence(report, given),
-        *(reason.sentence for reason in why),
-        *(f"To convert the weights of the left: {reason.line}" for reason in why if reason.line),
-        *(reordered_copies(left, right) if report.outcome != "differs" else ()),
-        *_further_sentences(report, given),
-        *_of_buffers(report.buffers),
-        *_masked(sides, comparison.masked),
-    )
-    return replace(report, answer=answer, reasons=why)
+    answer = [_first_sentence(report, given)]
+    answer += [reason.sentence for reason in why]
+    answer += [f"To convert the weights of the left: {reason.line}" for reason in why if reason.line]
+    if report.outcome != "differs":
+        answer += reordered_copies(left, right)
+    answer += _further_sentences(report, given)
+    answer += _of_buffers(report.buffers)
+    answer += _masked(sides, comparison.masked)
+    return replace(report, answer=tuple(answer), reasons=why)
+
+
+def _first_differing(stages: Sequence[StageRow]) -> StageRow | None:
+    """Return the first stage that differs; None if none does."""
+    for row in stages:
+        if row.verdict == "differs":
+            return row
+    return None
 
 
 def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, ...]:
@@ -155,9 +184,11 @@ def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, 
     left, right = sides
     if not report.weights.whole:
         return tuple(of_norms(left, right, report.first_differing_stage, Where()))
-    first = next((row for row in report.stages if row.verdict == "differs"), None)
-    number = 1 if first is None or first.attention is None else first.attention
-    return reasons(left, right, report.first_differing_stage, place=number - 1)
+    place = 0
+    first = _first_differing(report.stages)
+    if first is not None and first.attention is not None:
+        place = first.attention - 1
+    return reasons(left, right, report.first_differing_stage, place=place)
 
 
 def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> Verdict:
@@ -169,13 +200,19 @@ def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> V
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
     difference = stage.difference
+    if difference is None:
+        compared = CANONICAL_AXES[stage.name]
+        note = _why_not_compared(sides, stage)
+    else:
+        compared = difference.compared
+        note = difference.note
     return StageRow(
         **_numbers(difference),
         name=stage.name,
         left=sides[0].stage(stage.place, stage.name),
         right=sides[1].stage(stage.place, stage.name),
-        compared=CANONICAL_AXES[stage.name] if difference is None else difference.compared,
-        note=_why_not_compared(sides, stage) if difference is None else difference.note,
+        compared=compared,
+        note=note,
         attention=attention,
     )
 
@@ -187,28 +224,30 @@ def _numbers(difference: StageDifference | None) -> dict[str, Any]:
 
 def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     """Return why a stage was not compared."""
-    name, place = stage.name, stage.place
+    name = stage.name
+    place = stage.place
     if stage.left is not None and stage.right is not None:
         return ""  # the answer says why the numbers of the two sides are not comparable
     for side in sides:
         if place >= len(side.attentions):
             return f"{side.label} has no attention {place + 1}"
-        tensor = side.attentions[place][0].stages.get(name)
-        if tensor is not None and has_shape_only(side.run, tensor):
+        attention, _ = side.attentions[place]
+        if name in attention.stages and has_shape_only(side.run, attention.stages[name]):
             return f"{side.label} has too many scores in its kernel to compute this stage"
     for side in sides:
-        row = side.stage(place, name)
-        if row is not None and not _PACKED.isdisjoint(re.findall(r"\w+", row.axes)):
+        words = re.findall(r"\w+", side.axes(place, name))
+        if not _PACKED.isdisjoint(words):
             return f"{side.label} packs this projection with others, and splits them together with the heads"
     for side in sides:
-        if name not in side.attentions[place][0].stages:
+        if not side.has_stage(place, name):
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
     return "not compared: this shape could not be interpreted on one side"
 
 
 def _noise_source(left: str, right: str) -> NoiseSource:
     """Return the source of the rounding: the coarser dtype, and the sides that have it."""
-    step, right_step = (torch.finfo(getattr(torch, dtype)).eps for dtype in (left, right))
+    step = torch.finfo(getattr(torch, left)).eps
+    right_step = torch.finfo(getattr(torch, right)).eps
     if step > right_step:
         return NoiseSource(left, ("left",))
     if step < right_step:
@@ -223,7 +262,8 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
         if not side.attentions:
             only = ": only the outputs are compared." if compared else "."
             yield f"No attention was found in {side.label}{only}"
-    count, right_count = len(left.attentions), len(right.attentions)
+    count = len(left.attentions)
+    right_count = len(right.attentions)
     if count and right_count and count != right_count:
         yield (
             f"{left.label} has {plural(count, 'attention')} and {right.label} has {right_count}: "
@@ -238,13 +278,17 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
         )
     yield from dict.fromkeys((*left.notes, *right.notes))
     for side in sides:
-        yield from (f"{side.label}: {note}" for note in unlike_dot(side.run))
+        for note in unlike_dot(side.run):
+            yield f"{side.label}: {note}"
 
 
 def _weights_around(block: Side, alone: Side) -> Iterator[str]:
     """Yield a note about a block with weights around its attention, where the other side is an attention alone."""
-    path = block.attentions[0][0].module if block.attentions else ""
-    if not path or len(alone.attentions) > 1 or any(attention.module for attention, _ in alone.attentions):
+    if not block.attentions or len(alone.attentions) > 1:
+        return
+    attention, _ = block.attentions[0]
+    path = attention.module
+    if not path or any(attention.module for attention, _ in alone.attentions):
         return
     if all(name.startswith(f"{path}.") for name, _ in block.subject.module.named_parameters()):
         return
@@ -260,8 +304,11 @@ def _first_sentence(report: DiffReport, given: str) -> str:
 
 def _names(report: DiffReport) -> tuple[str, str]:
     """Return the names of both sides in sentences; two of one name are `the left …` and `the right …`."""
-    left, right = report.left.label, report.right.label
-    return (f"the left {left}", f"the right {right}") if left == right else (left, right)
+    left = report.left.label
+    right = report.right.label
+    if left == right:
+        return f"the left {left}", f"the right {right}"
+    return left, right
 
 
 def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
@@ -269,23 +316,34 @@ def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
     if not given:
         yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
         return
-    compared = any(row.verdict for row in report.stages)
-    if report.first_differing_stage is None and report.outcome == "differs" and compared:
-        output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
-        after = "the difference is after or around the attention" if output is None else output.note
-        yield f"Every stage that both have is the same; {after}."
+    is_compared = any(row.verdict for row in report.stages)
+    if report.outcome == "differs" and report.first_differing_stage is None and is_compared:
+        yield f"Every stage that both have is the same; {_after_the_stages(report)}."
     if report.left.layer.name == report.right.layer.name and report.outcome != "differs":
         yield from _accuracy(report)
 
 
+def _after_the_stages(report: DiffReport) -> str:
+    """Return where the difference is if no stage differs: why the output was not compared, or after it."""
+    for row in report.stages:
+        if row.name == "output" and row.verdict is None:
+            return row.note
+    return "the difference is after or around the attention"
+
+
 def _accuracy(report: DiffReport) -> Iterator[str]:
     """Yield the accuracy of different kernels or dtypes of one layer."""
-    left, right = report.left, report.right
+    left = report.left
+    right = report.right
     unlike = []
-    if left.environment.dtype != right.environment.dtype:
-        unlike.append(f"dtype ({left.environment.dtype}, {right.environment.dtype})")
+    dtype = left.environment.dtype
+    right_dtype = right.environment.dtype
+    if dtype != right_dtype:
+        unlike.append(f"dtype ({dtype}, {right_dtype})")
     if left.path.plain != right.path.plain:
-        unlike.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
+        kernel = left.path._kernels[0]
+        right_kernel = right.path._kernels[0]
+        unlike.append(f"kernel ({kernel}, {right_kernel})")
     costs = []
     for name, side in zip(_names(report), (left, right), strict=True):
         if side.rounding_error is not None and side.measured_against == "float64":
@@ -297,22 +355,29 @@ def _accuracy(report: DiffReport) -> Iterator[str]:
 def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
     """Return a sentence whether both compute the same; `given` is `with the same weights and input` or alike."""
     left, right = names
-    output, floor = report.output, f"the rounding of {report.noise.dtype}"
+    output = report.output
+    floor = f"the rounding of {report.noise.dtype}"
     times = f"{multiple(output.times_noise)} times {floor}"
     if report.outcome == "same":
-        how = "bit for bit" if output.max_abs_difference == 0 else f"within rounding ({times})"
+        how = f"within rounding ({times})"
+        if output.max_abs_difference == 0:
+            how = "bit for bit"
         return f"The same: {given}, {left} and {right} return the same, {how}."
     if report.outcome == "inconclusive":
-        others = [difference.times_noise or 0.0 for difference in report.further]
-        times = f"{multiple(max([output.times_noise or 0.0, *others]))} times {floor}"
+        largest = output.times_noise or 0.0
+        for difference in report.further:
+            largest = max(largest, difference.times_noise or 0.0)
         return (
-            f"Undecided: the outputs of {left} and {right} differ by {times}, more than two roundings and too little "
-            "to be sure."
+            f"Undecided: the outputs of {left} and {right} differ by {multiple(largest)} times {floor}, more than two "
+            "roundings and too little to be sure."
         )
     if output.max_abs_difference is None:
-        shape, right_shape = list(report.left.output_shape), list(report.right.output_shape)
+        shape = list(report.left.output_shape)
+        right_shape = list(report.right.output_shape)
         return f"Not the same: {left} returns {shape}, {right} returns {right_shape}."
-    first = f" First different stage: {report.first_differing_stage}." if report.first_differing_stage else ""
+    first = ""
+    if report.first_differing_stage:
+        first = f" First different stage: {report.first_differing_stage}."
     if output.verdict == "same":
         return f"Not the same: {given}, {_differing_further(report)}.{first}"
     relative = output.relative_difference
@@ -328,10 +393,13 @@ def _differing_further(report: DiffReport) -> str:
     """Return which of the other returned tensors differ: `the first output is the same, and output 1 differs`."""
     outputs = []
     for difference in report.further:
-        if difference.verdict == "differs":
-            relative = difference.relative_difference
-            by = "" if relative is None or isinf(relative) else f" by {percent(relative)} of its size"
-            outputs.append(f"output {difference.name} differs{by}")
+        if difference.verdict != "differs":
+            continue
+        relative = difference.relative_difference
+        differs = f"output {difference.name} differs"
+        if relative is not None and not isinf(relative):
+            differs += f" by {percent(relative)} of its size"
+        outputs.append(differs)
     return f"the first output is the same, and {listed(outputs)}"
 
 
@@ -345,17 +413,19 @@ def _of_buffers(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]:
     """Return a sentence about queries with every key masked out, in the first attention that has any."""
-    place = next((place for place, rows in enumerate(masked) if rows), None)
-    if place is None:
-        return ()
     left, right = sides
-    ours, theirs = (fate_of(side.content(place, "weights"), masked[place]) for side in sides)
-    fate = f"{ours} on both sides"
-    if ours != theirs:
-        fate = f"{ours} in {left.label} and {theirs} in {right.label}"
-    heads = {side.masked_heads(place) for side in sides if side.masked_queries(place)}
-    same_heads = heads.pop() if len(heads) == 1 else None
-    return (masked_sentence(masked[place], f"their weights are {fate}", same_heads),)
+    for place, rows in enumerate(masked):
+        if not rows:
+            continue
+        ours = fate_of(left.content(place, "weights"), rows)
+        theirs = fate_of(right.content(place, "weights"), rows)
+        fate = f"{ours} on both sides"
+        if ours != theirs:
+            fate = f"{ours} in {left.label} and {theirs} in {right.label}"
+        heads = {side.masked_heads(place) for side in sides if side.masked_queries(place)}
+        same_heads = heads.pop() if len(heads) == 1 else None
+        return (masked_sentence(rows, f"their weights are {fate}", same_heads),)
+    return ()
 
 
 def sizes_of(side: Side) -> dict[str, Any]:

@@ -27,10 +27,13 @@ def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
     """
     counts = []
     for place, (attention, _) in enumerate(run.attentions):
-        weights, keys = run.content(place, "weights"), run.content(place, "key")
+        weights = run.content(place, "weights")
         if weights is None:
             raise _no_weights(run.label, attention)
-        key_len = None if keys is None else min(keys.shape[1], weights.shape[-1])
+        key_len = weights.shape[-1]
+        keys = run.content(place, "key")
+        if keys is not None:
+            key_len = min(keys.shape[1], key_len)
         focus = focus_of(weights, key_len)
         if len(run.attentions) > 1:
             focus = replace(focus, attention=place + 1, module=attention.module)
@@ -55,29 +58,43 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
         weights: `batch heads query key`.
         key_len: number of keys with a position, without keys that the layer appends. None means all.
     """
-    key_len = weights.shape[3] if key_len is None else key_len
+    if key_len is None:
+        key_len = weights.shape[3]
     by_head = weights.detach().cpu().double().transpose(0, 1)  # heads batch query key
-    finite = by_head.isfinite().all(dim=-1).all(dim=0)
-    heads = [_focus_of_head(head, rows, finite, key_len) for head, rows in enumerate(by_head)]
+    finite = by_head.isfinite().all(dim=-1).all(dim=0)  # batch query
+    heads = []
+    for head, of_head in enumerate(by_head):
+        heads.append(_focus_of_head(head, of_head, finite, key_len))
     return HeadsFocus(len(heads), tuple(heads))
 
 
 def _focus_of_head(head: int, weights: Tensor, finite: Tensor, key_len: int) -> HeadFocus:
     """Return what one head attends to: its weights `batch query key`, the `batch query` to average over."""
-    shares = weights[finite].mean(dim=0)  # key; NaN if no query is finite
+    finite_weights = weights[finite]
+    shares = finite_weights.mean(dim=0)  # key; NaN if no query is finite
     most = int(shares.nan_to_num().argmax())
-    queries, keys = torch.arange(weights.shape[1]), torch.arange(key_len)
-    distances = (queries[:, None] - keys).abs().double()
-    placed = weights[..., :key_len]
-    of_placed = placed.sum(dim=-1)
-    distance = (placed * distances).sum(dim=-1) / of_placed
+    entropy = entropy_of(finite_weights)
     return HeadFocus(
         head=head,
         most_attended_key=most,
         share=float(shares[most]),
-        effective_keys=float(entropy_of(weights[finite]).exp().mean()),
-        distance=float(distance[finite & (of_placed > 0)].mean()),
+        effective_keys=float(entropy.exp().mean()),
+        distance=_distance_of_head(weights[..., :key_len], finite),
     )
+
+
+def _distance_of_head(weights: Tensor, finite: Tensor) -> float:
+    """Return the average distance from a query to its keys: weights `batch query key`, averaged over `batch query`.
+
+    All of these keys have a position. A query that attends to none of them is left out.
+    """
+    _, query_len, key_len = weights.shape
+    queries = torch.arange(query_len)
+    keys = torch.arange(key_len)
+    distances = (queries[:, None] - keys).abs().double()
+    totals = weights.sum(dim=-1)
+    averages = (weights * distances).sum(dim=-1) / totals
+    return float(averages[finite & (totals > 0)].mean())
 
 
 def entropy_of(weights: Tensor) -> Tensor:
@@ -88,39 +105,46 @@ def entropy_of(weights: Tensor) -> Tensor:
 
 def _answer(counts: Sequence[HeadsFocus]) -> str:
     """Return how many keys each head effectively attends to, with the most heads and with the fewest."""
-    few, many = min(count.num_heads for count in counts), max(count.num_heads for count in counts)
-    of_most = [count for count in counts if count.num_heads == many]
-    effective = _effective_keys(of_most)
+    numbers = [count.num_heads for count in counts]
+    few = min(numbers)
+    many = max(numbers)
+    attentions = numbers.count(many)
+    effective = _effective_keys(counts, many)
     if not all(map(math.isfinite, effective)):
         return "Every query has all keys masked out."
-    where = f" in each of {len(of_most)} attentions" if len(of_most) > 1 else ""
+    where = f" in each of {attentions} attentions" if attentions > 1 else ""
     if many == 1:
         return f"The single head{where} effectively attends to {_range_of_keys(effective)}."
     text = f"With {many} heads{where}, each effectively attends to {_range_of_keys(effective)}."
     if few < many:
-        of_fewest = [count for count in counts if count.num_heads == few]
-        text += f" With {few} {'head' if few == 1 else 'heads'}: {_average_keys(_effective_keys(of_fewest))}."
+        heads = "1 head" if few == 1 else f"{few} heads"
+        text += f" With {heads}: {_average_keys(_effective_keys(counts, few))}."
     return text
 
 
-def _effective_keys(counts: Sequence[HeadsFocus]) -> list[float]:
-    """Return the effective number of keys of every head of several attentions."""
+def _effective_keys(counts: Sequence[HeadsFocus], num_heads: int) -> list[float]:
+    """Return the effective number of keys of every head of the attentions with this number of heads."""
     numbers: list[float] = []
     for count in counts:
-        numbers += [head.effective_keys for head in count.by_head]
+        if count.num_heads == num_heads:
+            numbers += [head.effective_keys for head in count.by_head]
     return numbers
 
 
 def _range_of_keys(numbers: Sequence[float]) -> str:
     """Return the smallest and the largest number: `3.2 to 5 keys`; `1 key` if they are written alike."""
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
-    return _keys(low if low == high else f"{low} to {high}")
+    low = f"{min(numbers):.3g}"
+    high = f"{max(numbers):.3g}"
+    if low == high:
+        return _keys(low)
+    return f"{low} to {high} keys"
 
 
 def _average_keys(numbers: Sequence[float]) -> str:
     """Return the average number: `4.5 keys, on average`, or `4.5 keys` of a single head."""
-    average = f"{sum(numbers) / len(numbers):.3g}"
-    return _keys(average) if len(numbers) == 1 else f"{_keys(average)}, on average"
+    average = sum(numbers) / len(numbers)
+    keys = _keys(f"{average:.3g}")
+    return keys if len(numbers) == 1 else f"{keys}, on average"
 
 
 def _keys(number: str) -> str:

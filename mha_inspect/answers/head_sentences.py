@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
-from typing import NamedTuple
 
-from ..reports.compare_heads import HeadCount
+from ..reports.common import Verdict
+from ..reports.compare_heads import HeadCount, ReasonPieces
 from ..text import listed, multiple, percent, plural
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True)
+class Change:
     """A weight that another head count changes."""
 
     sentence: str
@@ -22,7 +24,8 @@ class Change(NamedTuple):
     """`W_k`; empty for a parameter that belongs to no projection."""
 
 
-class CopiedWeights(NamedTuple):
+@dataclass(frozen=True)
+class CopiedWeights:
     """The baseline's weights that a module with another head count could take, and the changes of the others."""
 
     same: bool
@@ -31,7 +34,8 @@ class CopiedWeights(NamedTuple):
     changes: tuple[Change, ...] = ()
 
 
-class StageWalk(NamedTuple):
+@dataclass(frozen=True)
+class StageWalk:
     """The stages of two head counts side by side, in order, in the first attention in which one differs."""
 
     same: tuple[str, ...] = ()
@@ -47,29 +51,22 @@ class StageWalk(NamedTuple):
     """Whether positions rotate the features of each head (RoPE)."""
 
 
-class Pieces(NamedTuple):
-    """A reason in pieces; start, sizes and end make the sentence."""
-
-    start: str = ""
-    sizes: str = ""
-    """The sizes of this head count: `2 heads use 256 features each`."""
-    brief: str = ""
-    """The same in brief: `2 use 256`."""
-    end: str = ""
-
-
-def reason(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> Pieces:
+def reason(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> ReasonPieces:
     """Return why this head count's output differs from the baseline's, or does not, in pieces.
 
     Where only the sizes differ, several head counts share start and end.
     """
     if walk.first is None:
-        return Pieces(_without_difference(count, walk))
-    stages = f"{_same(walk.same)}; " if walk.same else ""
-    differs = "differ" if walk.first.endswith("s") else "differs"
+        return ReasonPieces(_without_difference(count, walk))
     pieces = _how(base, count, walk, copied)
-    end = pieces.end if count.verdict == "differs" else f"{pieces.end}; {_how_it_ends(walk, count)}"
-    return pieces._replace(start=f"{stages}{walk.first} {differs}: {pieces.start}", end=f"{end}.")
+    differs = "differ" if walk.first.endswith("s") else "differs"
+    start = f"{walk.first} {differs}: {pieces.start}"
+    if walk.same:
+        start = f"{_same(walk.same)}; {start}"
+    end = pieces.end
+    if count.verdict != "differs":
+        end += f"; {_how_it_ends(walk, count)}"
+    return pieces._replace(start=start, end=f"{end}.")
 
 
 def _without_difference(count: HeadCount, walk: StageWalk) -> str:
@@ -84,24 +81,25 @@ def _without_difference(count: HeadCount, walk: StageWalk) -> str:
 
 def _same(stages: Sequence[str]) -> str:
     """Return `q_proj, k_proj, v_proj and the split are identical`."""
-    named = [stage for stage in stages if stage not in _HEADS]
+    names = list(stages)
     if set(_HEADS) <= set(stages):
-        named.insert(sum(stage in _PROJECTIONS for stage in named), "the split")
-    else:
-        named = list(stages)
-    return f"{listed(named)} {'are' if len(named) > 1 else 'is'} identical"
+        names = [stage for stage in stages if stage not in _HEADS]
+        projections = [stage for stage in names if stage in _PROJECTIONS]
+        names.insert(len(projections), "the split")
+    verb = "is" if len(names) == 1 else "are"
+    return f"{listed(names)} {verb} identical"
 
 
-def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> Pieces:
+def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> ReasonPieces:
     """Return how a stage differs, in pieces."""
     if walk.first in ("scores", "masked_scores"):
         return _features_used(base, count)
     if not copied.same:
-        return Pieces(end=_changed_weights(walk, copied))
+        return ReasonPieces(end=_changed_weights(walk, copied))
     rotated = walk.rotated and walk.first in _HEADS
     if walk.note and not rotated:
-        return Pieces(end=walk.note)
-    return Pieces(
+        return ReasonPieces(end=walk.note)
+    return ReasonPieces(
         start="positions rotate the features within " if rotated else "",
         sizes=f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}",
         brief=f"{count.num_heads} of {count.head_dim}",
@@ -112,22 +110,35 @@ def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeigh
 def _changed_weights(walk: StageWalk, copied: CopiedWeights) -> str:
     """Return the change of the weights that the stage is computed with; otherwise the first change."""
     letter = (walk.first or "")[:1]
-    change = next((change for change in copied.changes if change.part[2:] == letter), copied.changes[0])
-    return f"{change.sentence}, so it is {walk.note}" if walk.note else change.sentence
+    change = copied.changes[0]
+    for candidate in copied.changes:
+        if candidate.part[2:] == letter:
+            change = candidate
+            break
+    if walk.note:
+        return f"{change.sentence}, so it is {walk.note}"
+    return change.sentence
 
 
-def _features_used(base: HeadCount, count: HeadCount) -> Pieces:
+def _features_used(base: HeadCount, count: HeadCount) -> ReasonPieces:
     """Return `2 heads use 256 features each; 1 head uses all 512`, in pieces."""
-    same_width = base.num_heads * base.head_dim == count.num_heads * count.head_dim
+    has_same_width = base.num_heads * base.head_dim == count.num_heads * count.head_dim
+    every = "all " if has_same_width else ""
     end = f"; the baseline's {base.num_heads} use {base.head_dim}"
     if base.num_heads == 1:
-        end = f"; 1 head uses {'all ' if same_width else ''}{base.head_dim}"
+        end = f"; 1 head uses {every}{base.head_dim}"
     features = plural(count.head_dim, "feature")
     if count.num_heads == 1:
-        every = "all " if same_width else ""
-        return Pieces(sizes=f"1 head uses {every}{features}", brief=f"1 uses {count.head_dim}", end=end)
-    brief = f"{count.num_heads} use {count.head_dim}"
-    return Pieces(sizes=f"{count.num_heads} heads use {features} each", brief=brief, end=end)
+        return ReasonPieces(
+            sizes=f"1 head uses {every}{features}",
+            brief=f"1 uses {count.head_dim}",
+            end=end,
+        )
+    return ReasonPieces(
+        sizes=f"{count.num_heads} heads use {features} each",
+        brief=f"{count.num_heads} use {count.head_dim}",
+        end=end,
+    )
 
 
 def _how_it_ends(walk: StageWalk, count: HeadCount) -> str:
@@ -149,27 +160,41 @@ def answer(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], *, all_
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     """Return whether the outputs of the head counts differ from that of the first, the baseline."""
-    baseline = plural(counts[0].num_heads, "head")
-    if len(counts) == 1:
+    first, *compared = counts
+    baseline = plural(first.num_heads, "head")
+    if not compared:
         return f"Undecided: only one head count was given ({baseline}). Give two or more to compare."
     given = "the same weights and input" if same_weights else "the same input, and the same weights where shapes allow"
-    differing = [count for count in counts[1:] if count.verdict == "differs"]
-    unsure = [count for count in counts[1:] if count.verdict == "inconclusive"]
-    if not differing and not unsure:
-        by = "bit for bit" if all(count.max_abs_difference == 0 for count in counts[1:]) else "within rounding"
-        return f"No: with {given}, {_heads_of(counts)} give the same output, {by}."
-    if not differing:
+    differing = _with_verdict("differs", compared)
+    unsure = _with_verdict("inconclusive", compared)
+    if differing:
+        return _difference(counts, differing, unsure, given)
+    if unsure:
         return f"Undecided: with {given}, the output of {_heads_of(unsure)} is within 10 times the rounding error."
+    are_equal = all(count.max_abs_difference == 0 for count in compared)
+    by = "bit for bit" if are_equal else "within rounding"
+    return f"No: with {given}, {_heads_of(counts)} give the same output, {by}."
+
+
+def _with_verdict(verdict: Verdict, counts: Sequence[HeadCount]) -> list[HeadCount]:
+    return [count for count in counts if count.verdict == verdict]
+
+
+def _difference(
+    counts: Sequence[HeadCount], differing: Sequence[HeadCount], unsure: Sequence[HeadCount], given: str
+) -> str:
+    """Return by how much the outputs of these head counts differ from that of the baseline, which is the first."""
     furthest = max(differing, key=lambda count: count.relative_difference)
     if not isfinite(furthest.relative_difference):
         return f"Yes: with {given}, the outputs of {_heads_of(counts)} have NaN or inf in different places."
+    baseline = plural(counts[0].num_heads, "head")
     times_noise = max(count.times_noise for count in differing)
     text = (
         f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}. "
         f"The difference is up to {percent(furthest.relative_difference)}, "
         f"{multiple(times_noise)} times the rounding error."
     )
-    same = [count for count in counts[1:] if count.verdict == "same"]
+    same = _with_verdict("same", counts[1:])
     if same:
         text += f" The output of {_heads_of(same)} is the same."
     if unsure:
@@ -191,7 +216,8 @@ def _changed_parameters(counts: Sequence[HeadCount], count: HeadCount, weights: 
     changes = ", ".join(change.sentence for change in weights.changes[:3])
     same = ""
     if weights.copied:
-        same = f". {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
+        verb = "stays" if len(weights.copied) == 1 else "stay"
+        same = f". {listed(weights.copied)} {verb} the same"
     return (
         f"The head count changes the parameters: {numbers}. Not all weights can be the same. "
         f"With {plural(count.num_heads, 'head')}, {changes}{same}."

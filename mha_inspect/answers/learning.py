@@ -84,7 +84,8 @@ class Learner:
         """
         if self.nan:
             raise InputError(f"training would be NaN: {self.nan}. Leave each query an unmasked key, or remove --steps.")
-        outcome, (dtype, _) = measure(self), self.beside
+        outcome = measure(self)
+        dtype, _ = self.beside
         suffix = f" in {str(dtype).removeprefix('torch.')}"
 
         def of_copy(copy: Subject) -> Outcome:
@@ -98,17 +99,19 @@ class Learner:
         if self.weights is None:
             return {name: tensor.detach().clone() for name, tensor in named.items()}
         parts = {}
+        projections = self.weights.projections
         for part in PARTS:
-            if part in self.weights.projections:
-                by_head = self.weights.projections[part].read(named.__getitem__)
+            if part in projections:
+                by_head = projections[part].read(named.__getitem__)
                 parts[part] = as_matrix(part, by_head)
         return parts
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Run the body, including a backward pass, with the seed's random numbers; then restore the module's state."""
+        seed = self.subject.seed or 0
         with self.subject.replaying(self.subject.state()), torch.enable_grad():
-            torch.manual_seed((self.subject.seed or 0) % 2**64)
+            torch.manual_seed(seed % 2**64)
             yield
 
     def loss(self) -> Tensor:
@@ -123,9 +126,11 @@ class Learner:
                 "There is no gradient: the output depends on no trainable parameter (no_grad, integers or frozen "
                 "parameters). Remove --steps."
             )
-        generator = torch.Generator("cpu").manual_seed(((self.subject.seed or 0) + _TARGET_STREAM) % 2**64)
+        seed = (self.subject.seed or 0) + _TARGET_STREAM
+        generator = torch.Generator("cpu").manual_seed(seed % 2**64)
         target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
-        return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
+        errors = output - target.to(device=output.device, dtype=output.dtype)
+        return errors.square().mean()
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
         """Return the loss of one run, and its gradient for every trainable parameter; `.grad` is unchanged.
@@ -151,15 +156,20 @@ class Learner:
 
 def _weights_by_head(run: ComparableRun) -> Weights | None:
     """Return the weights of a module that is one attention, whose parameters are all its projections, and all learn."""
-    if len(run.weights) != 1 or run.weights[0].missing:
+    if len(run.weights) != 1:
+        return None
+    (weights,) = run.weights
+    if weights.missing:
         return None
     projected: set[str] = set()
-    for projection in run.weights[0].projections.values():
+    for projection in weights.projections.values():
         projected.update(projection.parameters)
     parameters = dict(run.subject.module.named_parameters())
-    if projected != parameters.keys() or not all(parameter.requires_grad for parameter in parameters.values()):
+    if projected != parameters.keys():
         return None
-    return run.weights[0]
+    if not all(parameter.requires_grad for parameter in parameters.values()):
+        return None
+    return weights
 
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
@@ -193,13 +203,19 @@ def compare_training(
     Raises `SpecError` for an impossible number of steps, `InputError` if there is no gradient, or it would be NaN.
     """
     require_steps(steps)
-    counts, base = [], None
+    counts: list[HeadTraining] = []
+    base: Outcomes | None = None
     for learner in learners:
         outcomes = learner.twice(lambda learner: train(learner, steps, tick))
-        base = base or outcomes
+        if base is None:
+            base = outcomes
         counts.append(_training_row(learner, outcomes, base))
     return Training(
-        steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, steps)
+        steps,
+        OPTIMIZER,
+        f"from the input to a target, by {LOSS}",
+        tuple(counts),
+        _training_answer(counts, steps),
     )
 
 
@@ -227,8 +243,11 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
 def few_threads(subject: Subject) -> Iterator[None]:
     """Run the body in one thread if a step is too small to gain from several threads."""
     before = torch.get_num_threads()
-    tensors = tensors_in((subject.args, subject.kwargs))
-    tokens = max((tensor.numel() // max(tensor.shape[-1:], default=1) for _, tensor in tensors), default=1)
+    counts = []
+    for _, tensor in tensors_in((subject.args, subject.kwargs)):
+        features = tensor.shape[-1] if tensor.dim() else 1
+        counts.append(tensor.numel() // features)
+    tokens = max(counts, default=1)
     weights = sum(parameter.numel() for parameter in subject.module.parameters())
     if tokens * weights < _WORTH_THREADS:
         torch.set_num_threads(1)
@@ -240,39 +259,67 @@ def few_threads(subject: Subject) -> Iterator[None]:
 
 def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadTraining:
     """Return a row of the report; without a comparison if the weights did not start the same."""
-    trained, baseline = outcomes[0], base[0]
+    trained, _ = outcomes
+    baseline, _ = base
     parts = tuple(_part_row(learner, part, outcomes, base) for part in trained.parts)
-    moved = _distance(trained.parts, trained.before)
-    alone = learner.num_heads, trained.loss, trained.last_loss, moved
+    row = HeadTraining(
+        num_heads=learner.num_heads,
+        first_loss=trained.loss,
+        last_loss=trained.last_loss,
+        moved=_distance(trained.parts, trained.before),
+        max_abs_difference=None,
+        apart=None,
+        noise_floor=None,
+        times_noise=None,
+        verdict=None,
+        parts=parts,
+    )
     has_same_parts = trained.before.keys() == baseline.before.keys()
     if not has_same_parts or any(part.verdict is None for part in parts):
-        return HeadTraining(*alone, None, None, None, None, None, parts)
+        return row
     # Each part by itself: the rounding of one part may exceed the changes of all others.
     furthest = max(parts, key=lambda part: part.times_noise or 0.0)
     movement = _distance(baseline.parts, baseline.before)
-    apart = _distance(trained.parts, baseline.parts) / movement if movement else 0.0
-    largest = max(part.max_abs_difference or 0.0 for part in parts)
-    return HeadTraining(*alone, largest, apart, furthest.noise_floor, furthest.times_noise, furthest.verdict, parts)
+    apart = 0.0
+    if movement:
+        apart = _distance(trained.parts, baseline.parts) / movement
+    return replace(
+        row,
+        max_abs_difference=max(part.max_abs_difference or 0.0 for part in parts),
+        apart=apart,
+        noise_floor=furthest.noise_floor,
+        times_noise=furthest.times_noise,
+        verdict=furthest.verdict,
+    )
 
 
 def _part_row(learner: Learner, part: str, outcomes: Outcomes, base: Outcomes) -> PartTraining:
     """Return how far a part is from the baseline's after training; without a comparison if they did not start alike."""
-    trained, baseline = outcomes[0], base[0]
-    after, before = trained.parts[part], trained.before[part]
-    moved = float((after.double() - before.double()).norm())
+    trained, _ = outcomes
+    baseline, _ = base
+    after = trained.parts[part]
+    before = trained.before[part]
+    moved = _norm(after, before)
     start = baseline.before.get(part)
     if start is None or not torch.equal(before, start):
         return PartTraining(None, None, None, None, None, part=part, moved=moved)
+    end = baseline.parts[part]
     floor = _larger_error(learner, part, outcomes, base)
-    difference = max_difference(after, baseline.parts[part])
+    difference = max_difference(after, end)
     times_noise, verdict = judge(difference, floor)
-    change = float((baseline.parts[part].double() - start.double()).norm())
-    apart = float((after.double() - baseline.parts[part].double()).norm())
-    relative = apart / change if change else 0.0
-    is_rounding = judge(max_difference(baseline.parts[part], start), floor)[1] == "same"
-    if verdict == "differs" and is_rounding:
+    _, verdict_on_baseline = judge(max_difference(end, start), floor)
+    change = _norm(end, start)
+    relative = 0.0
+    if verdict == "differs" and verdict_on_baseline == "same":
         relative = math.inf  # relative to rounding it would have no meaning
+    elif change:
+        relative = _norm(after, end) / change
     return PartTraining(difference, relative, floor, times_noise, verdict, part=part, moved=moved)
+
+
+def _norm(after: Tensor, before: Tensor) -> float:
+    """Return ‖after - before‖."""
+    return float((after.double() - before.double()).norm())
 
 
 def _distance(left: Parts, right: Parts) -> float:
@@ -286,13 +333,14 @@ def _distance(left: Parts, right: Parts) -> float:
 
 def _training_answer(counts: Sequence[HeadTraining], steps: int) -> str:
     """Return whether the head counts have different weights after the same steps; the first count is the baseline."""
-    base, compared = counts[0], counts[1:]
+    base, *compared = counts
     if any(count.verdict is None for count in compared):
         return "The head count changes the parameters, so weights cannot start the same: only losses can be compared."
     differing = [count for count in compared if count.verdict == "differs"]
     if differing:
         furthest = max(differing, key=lambda count: count.apart or 0.0)
-        heads, base_heads = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
+        heads = plural(furthest.num_heads, "head")
+        base_heads = plural(base.num_heads, "head")
         start = "The first step" if steps == 1 else "Training"
         return (
             f"{start} gives different weights: the distance between {heads} and {base_heads} is "

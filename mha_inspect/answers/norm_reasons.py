@@ -9,29 +9,19 @@ A norm gives every vector that it is over one length. A rotation after it does n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from torch import Tensor
 
 from ..reports.diff import DiffReason
 from .comparable_run import ComparableRun
+from .side_words import Where
 
 _STAGES = {"q_heads": "queries", "k_heads": "keys"}
 _NEAR = 1e-2
 """Lengths that differ by less are one: a norm adds a small number to the variance."""
 
 
-class _Places(Protocol):
-    """How the two sides are called."""
-
-    @property
-    def left(self) -> str: ...
-
-    @property
-    def right(self) -> str: ...
-
-
-def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where: _Places) -> Iterator[DiffReason]:
+def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where: Where) -> Iterator[DiffReason]:
     """Yield that queries or keys are normalized in other ways, if they are the first stage that differs."""
     if first not in _STAGES:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +67,18 @@ def params(
     run = _recorded(subject, of_several=bool(beside)) if called else None
     named = parameters_of(module) | dict(cut or {})
     rows = _parameters(named, _roles(module, run), _tied(module), show, per_head)
-    formula, formula_numel = ("", None) if cut else _formula(subject)
+    formula = ""
+    formula_numel: int | None = None
+    if not cut:
+        formula, formula_numel = _formula(subject)
     total = ParametersTotal(
         sum(row.numel for row in rows),
         sum(row.nbytes for row in rows),
         formula,
         formula_numel,
     )
-    columns, changes = None, ""
+    columns: tuple[HeadCountColumn, ...] | None = None
+    changes = ""
     if run is not None and beside:
         runs = [_recorded(further, of_several=True) for further in beside]
         columns, changes = _side_by_side([subject, *beside], [run, *runs])
@@ -101,10 +106,12 @@ def _notes(run: Run | None) -> tuple[str, ...]:
 def _side_by_side(subjects: Sequence[Subject], runs: Sequence[Run]) -> tuple[tuple[HeadCountColumn, ...], str]:
     """Return the column of each head count, and what changes from the first one to the others."""
     columns = tuple(_column(subject, run) for subject, run in zip(subjects, runs, strict=True))
-    first, *rest = [dict(subject.module.named_parameters()) for subject in subjects]
+    baseline, *_ = columns
+    first = dict(subjects[0].module.named_parameters())
     changes = []
-    for column, parameters in zip(columns[1:], rest, strict=True):
-        change = _change(columns[0].num_heads, first, column.num_heads, parameters)
+    for column, subject in zip(columns[1:], subjects[1:], strict=True):
+        parameters = dict(subject.module.named_parameters())
+        change = _change(baseline.num_heads, first, column.num_heads, parameters)
         if change:
             changes.append(change)
     return columns, " ".join(changes) or _unchanged(columns, first)
@@ -136,7 +143,8 @@ def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
     """Return a run of the module; its state is restored. Raises `TargetFailedError` if a target's forward raises."""
     suffix = ""
     if of_several and subject.made_with:
-        suffix = " with " + ", ".join(f"{name} {value}" for name, value in subject.made_with.items())
+        settings = [f"{name} {value}" for name, value in subject.made_with.items()]
+        suffix = f" with {', '.join(settings)}"
     with torch.no_grad(), subject.replaying(subject.state()), explaining(subject, suffix):
         # Tables of indices decide which features are used.
         return subject.recorded(tables=True)
@@ -144,11 +152,13 @@ def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:
     """Return the roles from a run, or without one from runs of torch's own layers, and from the kinds of submodules."""
-    shown = {} if run is None else dict(roles_of(run, module))
+    shown: Roles = {}
+    if run is not None:
+        shown = dict(roles_of(run, module))
     roles: Roles = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        if run is None and isinstance(part, nn.MultiheadAttention) and type(part).forward is _TORCHS_FORWARD:
+        if run is None and _is_torchs_layer(part):
             for name, role in _of_torchs_layer(part).items():
                 shown.setdefault(prefix + name, role)
         axes = _axes_of(part)
@@ -159,6 +169,11 @@ def _roles(module: nn.Module, run: Run | None) -> Roles:
             role = replace(role, axes=roles[name].axes)
         roles[name] = role
     return roles
+
+
+def _is_torchs_layer(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Return whether a module is torch's own layer, or of a class with its forward."""
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward is _TORCHS_FORWARD
 
 
 def _axes_of(module: nn.Module) -> dict[str, str]:
@@ -180,13 +195,15 @@ def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
 def _formula(subject: Subject) -> tuple[str, int | None]:
     """Return the closed formula of a layer's parameter count, and its value; empty and None for any other module."""
     if subject.layer:
-        kind, spec = find_layer(subject.layer), AttentionSpec(**subject.made_with)
+        layer = find_layer(subject.layer)
+        spec = AttentionSpec(**subject.made_with)
     elif type(subject.module) is nn.MultiheadAttention:
-        kind, spec = find_layer("torch"), spec_of(subject.module)
+        layer = find_layer("torch")
+        spec = spec_of(subject.module)
     else:
         return "", None
-    text = kind.formula(spec)
-    return text, evaluate(text, spec)
+    formula = layer.formula(spec)
+    return formula, evaluate(formula, spec)
 
 
 def _parameters(
@@ -200,7 +217,8 @@ def _parameters(
     rows = []
     for name, spread in named.items():
         role = roles.get(name, ParameterRole("", ""))
-        parameter, piece = local(spread), piece_of(spread)
+        parameter = local(spread)
+        piece = piece_of(spread)
         texts = [text for text in (role.text, _place(role, piece, parameter)) if text]
         rows.append(
             Parameter(
@@ -233,7 +251,9 @@ def _place(role: ParameterRole, piece: Piece | None, local: Tensor) -> str:
             continue
         unit = _unit(dim, local.dim())
         bounds = (start, start + size)
-        place = f"{unit} {span(bounds)} of {whole}" if size else f"no {unit} of {whole}"
+        place = f"no {unit} of {whole}"
+        if size:
+            place = f"{unit} {span(bounds)} of {whole}"
         heads = _heads_of(role, dim, bounds, whole)
         places.append(f"{place}: {heads}" if heads else place)
     return ", ".join(places)
@@ -257,7 +277,8 @@ def _heads_of(role: ParameterRole, dim: int, bounds: tuple[int, int], whole: int
     if start % width or stop % width:
         return ""
     heads = range(start // width, stop // width)
-    return f"heads {spans(heads)}" if len(heads) > 1 else f"head {spans(heads)}"
+    word = "heads" if len(heads) > 1 else "head"
+    return f"{word} {spans(heads)}"
 
 
 def _width_of_heads(role: ParameterRole, dim: int) -> int | None:
@@ -276,7 +297,9 @@ def _width_of_heads(role: ParameterRole, dim: int) -> int | None:
 
 def _local_heads(role: ParameterRole, local: Tensor) -> tuple[HeadSlice, ...]:
     """Return the slices of the heads; empty if they are of a tensor that was gathered from several ranks."""
-    sizes = [size for size in local.shape if size > 1] if local.dim() > 2 else list(local.shape)
+    sizes = list(local.shape)
+    if local.dim() > 2:
+        sizes = [size for size in local.shape if size > 1]
     for head in role.heads:
         stops = [head.rows[1]]
         if head.columns is not None:
@@ -298,7 +321,8 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
             "Give one number: --num-heads 8."
         )
     parameters = dict(subject.module.named_parameters())
-    names, roles = run.attentions[0][1], roles_of(run, subject.module)
+    _, names = run.attentions[0]
+    roles = roles_of(run, subject.module)
     first_head = {}
     for name in parameters:
         if name not in roles:
@@ -317,7 +341,9 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
 
 def _change(heads: int, before: Mapping[str, Tensor], heads_after: int, after: Mapping[str, Tensor]) -> str:
     """Return a sentence about parameters that differ from the baseline's; empty if all are the same bit for bit."""
-    reshaped, values, missing = [], [], []
+    reshaped: list[str] = []
+    values: list[str] = []
+    missing: list[str] = []
     for name, parameter in before.items():
         if name not in after:
             missing.append(name)

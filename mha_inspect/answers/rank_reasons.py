@@ -39,13 +39,15 @@ class StageOfRanks:
     def _is_near(self, left: Tensor, right: Tensor) -> bool:
         if left.shape != right.shape:
             return False
-        largest = float(self._whole.abs().nan_to_num(0.0, 0.0, 0.0).max())
-        apart = (left.double() - right.double()).abs().nan_to_num(torch.inf)
-        return float(apart.max()) <= self._nearness(right.dtype, largest)
+        finite = self._whole.abs().nan_to_num(0.0, 0.0, 0.0)
+        nearness = self._nearness(right.dtype, float(finite.max()))
+        apart = (left.double() - right.double()).abs()
+        return float(apart.nan_to_num(torch.inf).max()) <= nearness
 
     def _nearness(self, dtype: torch.dtype, largest: float) -> float:
         """Return the distance of two numbers up to which they are the same, in a stage whose largest number is this."""
-        return max(_CERTAIN * self.floor, _LEAST * torch.finfo(dtype).eps * largest)
+        least = _LEAST * torch.finfo(dtype).eps * largest
+        return max(_CERTAIN * self.floor, least)
 
     def reason(self, rank: int) -> str:
         """Return what makes the stage of a rank its part of the whole; empty if nothing that was tried does."""
@@ -65,63 +67,86 @@ class StageOfRanks:
 
     def _without_biases(self) -> StageOfRanks:
         """Return the projections, `batch positions features`, without what all tokens have in common."""
-        wholes = {name: _centered(whole) for name, whole in self.wholes.items() if name.endswith("_proj")}
+        wholes: dict[str, Tensor] = {}
+        for name, whole in self.wholes.items():
+            if name.endswith("_proj"):
+                wholes[name] = _centered(whole)
         return replace(self, wholes=wholes, every=[_centered(part) for part in self.every])
 
     def _of_sum(self, rank: int) -> Iterator[str]:
         """Yield a sum over ranks that is missing, was made twice, or has a bias of every rank."""
-        whole, got, ranks = self._whole, self.every[rank], len(self.every)
+        whole = self._whole
+        of_rank = self.every[rank]
+        ranks = len(self.every)
         added = torch.stack([*self.every]).sum(0)
         if self._is_near(added, whole):
             yield f"The sum over the {ranks} ranks equals the whole module: an all_reduce is missing."
-        if self._is_near(got / ranks, whole):
+        if self._is_near(of_rank / ranks, whole):
             yield f"The result is {ranks} times that of the whole module: every rank adds what only one should."
         for name, bias in self.biases.items():
             if bias.shape != whole.shape[-1:] or not bool(bias.any()):
                 continue
-            times = "" if ranks == 2 else f"{ranks - 1} · "
-            if self._is_near(got - (ranks - 1) * bias, whole):
-                yield f"Without {times}{name}, the result equals the whole module: every rank adds the bias."
-            if self._is_near(added - (ranks - 1) * bias, whole):
+            surplus = (ranks - 1) * bias
+            term = name if ranks == 2 else f"{ranks - 1} · {name}"
+            if self._is_near(of_rank - surplus, whole):
+                yield f"Without {term}, the result equals the whole module: every rank adds the bias."
+            if self._is_near(added - surplus, whole):
                 yield (
-                    f"The sum over the {ranks} ranks, without {times}{name}, equals the whole module: an all_reduce "
+                    f"The sum over the {ranks} ranks, without {term}, equals the whole module: an all_reduce "
                     "is missing, and every rank adds the bias."
                 )
 
     def _of_other_part(self, rank: int) -> Iterator[str]:
         """Yield a part of another rank, or of another stage, that this rank has in its place."""
-        got, ranks = self.every[rank], len(self.every)
-        for further in range(ranks):
-            if further == rank:
-                continue
-            part = part_of(self._whole, got.shape, further, ranks)
-            if part is not None and self._is_near(part, got):
+        for further in range(len(self.every)):
+            if further != rank and self._is_part(self._whole, further, of_rank=rank):
                 yield f"The result is the part of rank {further}."
         for name, whole in self.wholes.items():
-            if name == self.name or whole.dim() != got.dim():
+            if name == self.name or whole.dim() != self.every[rank].dim():
                 continue
-            part = part_of(whole, got.shape, rank, ranks)
-            if part is not None and self._is_near(part, got):
+            if self._is_part(whole, rank, of_rank=rank):
                 yield f"The result is the part of {name}."
+
+    def _is_part(self, whole: Tensor, place: int, *, of_rank: int) -> bool:
+        """Return whether a rank has the part of a whole stage that is for the rank at `place`."""
+        content = self.every[of_rank]
+        part = part_of(whole, content.shape, place, len(self.every))
+        return part is not None and self._is_near(part, content)
 
     def _of_order(self, rank: int) -> Iterator[str]:
         """Yield which features or heads of the whole a rank has in place of its own, or a change of its own part."""
-        got, whole = self.every[rank], self._whole
-        near = self._nearness(got.dtype, float(whole.abs().max()))
-        cut = [axis for axis in range(got.dim()) if got.shape[axis] != whole.shape[axis]]
-        places = places_in(whole, got, cut[0], near) if len(cut) == 1 else None
-        if places is not None and len(set(places)) == len(places):
-            word = "features" if cut[0] == got.dim() - 1 else "heads"
-            size = len(places)
-            expected = spans(range(rank * size, (rank + 1) * size))
-            yield f"The result has {word} {_in_turn(places)} of the whole module instead of {expected}."
-        expected_part = part_of(whole, got.shape, rank, len(self.every))
-        if expected_part is None:
+        whole = self._whole
+        content = self.every[rank]
+        near = self._nearness(content.dtype, float(whole.abs().max()))
+        yield from self._of_places(rank, near)
+        part = part_of(whole, content.shape, rank, len(self.every))
+        if part is None:
             return
-        called = "in the whole module", f"on rank {rank}"
-        change = replacement(self.name, CANONICAL_AXES[self.name], (expected_part, got), near, called)
+        change = replacement(
+            self.name,
+            CANONICAL_AXES[self.name],
+            (part, content),
+            near,
+            called=("in the whole module", f"on rank {rank}"),
+        )
         if change is not None:
             yield change.sentence
+
+    def _of_places(self, rank: int, near: float) -> Iterator[str]:
+        """Yield which features or heads of the whole a rank has, if its part is cut along one axis."""
+        whole = self._whole
+        content = self.every[rank]
+        cut = [axis for axis in range(content.dim()) if content.shape[axis] != whole.shape[axis]]
+        if len(cut) != 1:
+            return
+        (axis,) = cut
+        places = places_in(whole, content, axis, near)
+        if places is None or len(set(places)) != len(places):
+            return
+        word = "features" if axis == content.dim() - 1 else "heads"
+        size = len(places)
+        expected = spans(range(rank * size, (rank + 1) * size))
+        yield f"The result has {word} {_in_turn(places)} of the whole module instead of {expected}."
 
 
 def _centered(content: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ class Shard:
     dim: int
     """0 for rows of the parameter, 1 for columns: those of W_o, and of a transposed W_q."""
 
+    @property
+    def is_on_every_rank(self) -> bool:
+        """Whether each rank has the whole parameter."""
+        return self.size == self.whole
+
 
 def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
     """Return the part of the attentions that a rank has, from its own run of the module.
@@ -48,15 +53,22 @@ def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
     parameters = parameters_of(module)
     # Plain parameters beside collectives may be cut by hand: their place in the whole is unknown.
     has_places = not trace.collectives or any(map(piece_of, parameters.values()))
+    rows: dict[str, tuple[int, int]] = {}
+    if has_places:
+        rows = _rows_of(shards_of(run, parameters))
+    heads: set[int] = set()
+    kv_heads: set[int] = set()
     flops = 0
     for attention in trace.attentions:
+        heads.add(attention.num_heads)
+        kv_heads.add(attention.num_kv_heads)
         flops += sum(stage.flops for stage in attention.stages)
     return Rank(
         rank=rank,
-        heads=_only({attention.num_heads for attention in trace.attentions}),
-        kv_heads=_only({attention.num_kv_heads for attention in trace.attentions}),
+        heads=_only(heads),
+        kv_heads=_only(kv_heads),
         kv_copied=False,
-        rows=_rows_of(shards_of(run, parameters)) if has_places else {},
+        rows=rows,
         bytes=sum(local(parameter).nbytes for parameter in parameters.values()),
         flops=flops,
         exchanged=sum(collective.nbytes for collective in trace.collectives or ()),
@@ -65,7 +77,10 @@ def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
 
 def _only(counts: set[int]) -> int | None:
     """Return the only number of a set; None if it has none or several."""
-    return next(iter(counts)) if len(counts) == 1 else None
+    if len(counts) != 1:
+        return None
+    (count,) = counts
+    return count
 
 
 def _rows_of(shards: Sequence[Mapping[str, Shard]]) -> dict[str, tuple[int, int]]:
@@ -75,8 +90,8 @@ def _rows_of(shards: Sequence[Mapping[str, Shard]]) -> dict[str, tuple[int, int]
         return rows
     first, *later = shards
     for name, shard in first.items():
-        rows_there = {parts[name].rows for parts in later if name in parts}
-        if rows_there <= {shard.rows}:
+        places = {shards[name].rows for shards in later if name in shards}
+        if places <= {shard.rows}:
             rows[name] = shard.rows
     return rows
 
@@ -94,7 +109,9 @@ def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
     """Return the ranks of a process group, with `kv_copied` where one with other queries has the same keys."""
     queries: dict[object, set[object]] = {}
     for rank in ranks:
-        queries.setdefault(rank.rows.get("W_k"), set()).add(rank.rows.get("W_q"))
+        keys = rank.rows.get("W_k")
+        of_keys = queries.setdefault(keys, set())
+        of_keys.add(rank.rows.get("W_q"))
     marked = []
     for rank in ranks:
         keys = rank.rows.get("W_k")
@@ -117,7 +134,9 @@ def with_whole_shapes(trace: Trace, run: Run, *modules: nn.Module) -> Trace:
         usable = {} if report.head_dim == 1 else shards
         stages = []
         for stage in report.stages:
-            whole = _whole_shape(stage, usable) or _before_scattering(stage, attention, run)
+            whole = _whole_shape(stage, usable)
+            if whole is None:
+                whole = _before_scattering(stage, attention, run)
             stages.append(replace(stage, whole=whole))
         attentions.append(replace(report, stages=tuple(stages)))
     return replace(trace, attentions=tuple(attentions))
@@ -130,8 +149,9 @@ def _before_scattering(stage: Stage, attention: Attention, run: Run) -> tuple[in
     projected = attention.projections["output"].output
     for _, step in run.graph.forward(projected, lambda op: op.kind in ("view", "copy")):
         shape = step.tensor.shape
-        has_axes = len(shape) == len(stage.shape) and shape[-1] == stage.shape[-1]
-        if has_axes and prod(shape) > prod(stage.shape):
+        if len(shape) != len(stage.shape) or shape[-1] != stage.shape[-1]:
+            continue
+        if prod(shape) > prod(stage.shape):
             return shape
     return None
 
@@ -144,16 +164,27 @@ def _whole_shape(stage: Stage, shards: Mapping[str, Shard]) -> tuple[int, ...] |
     factors = _factors(stage, dims, shards)
     whole = []
     for size, axes in zip(stage.shape, dims, strict=True):
-        factor = prod((factors.get(axis, Fraction(1)) for axis in axes), start=Fraction(1))
-        whole.append(int(size * factor))
-    return None if tuple(whole) == stage.shape else tuple(whole)
+        of_whole = Fraction(size)
+        for axis in axes:
+            of_whole *= factors.get(axis, 1)
+        whole.append(int(of_whole))
+    if tuple(whole) == stage.shape:
+        return None
+    return tuple(whole)
 
 
 def _factors(stage: Stage, dims: Sequence[Sequence[str]], shards: Mapping[str, Shard]) -> dict[str, Fraction]:
     """Return how often the size of an axis on a rank is in the whole: `{"heads": 4}` with a quarter of the heads."""
-    of_queries, of_keys = _factor("W_q", shards), _factor("W_k", shards)
-    of_stage = _factor(f"W_{stage.name[0]}", shards) if stage.name[0] in "kv" else of_queries
-    factors = {"heads": of_stage, "kv_heads": of_keys, "group": of_queries / of_keys}
+    of_queries = _factor("W_q", shards)
+    of_keys = _factor("W_k", shards)
+    of_stage = of_queries
+    if stage.name[0] in "kv":
+        of_stage = _factor(f"W_{stage.name[0]}", shards)
+    factors = {
+        "heads": of_stage,
+        "kv_heads": of_keys,
+        "group": of_queries / of_keys,
+    }
     if any(not factors.keys().isdisjoint(axes) for axes in dims):
         return factors
     # A rank with a single head: its axis is that of the features, or has no name.
@@ -165,13 +196,14 @@ def _factors(stage: Stage, dims: Sequence[Sequence[str]], shards: Mapping[str, S
 
 def _factor(name: str, shards: Mapping[str, Shard]) -> Fraction:
     """Return how often the rows of a rank are in the whole matrix: 4 for a quarter; 1 if its part is unknown."""
-    shard = shards.get(name)
-    return Fraction(1) if shard is None else Fraction(shard.whole, shard.size)
+    if name not in shards:
+        return Fraction(1)
+    return Fraction(shards[name].whole, shards[name].size)
 
 
 def shards_of(run: NamedRun, parameters: Mapping[str, Tensor]) -> list[dict[str, Shard]]:
     """Return for each attention the rank's part of W_q, W_k, W_v and W_o, where each is in one matrix."""
-    return [_shards(parts, parameters) for parts, _ in parts_of(run)]
+    return [_shards(in_parameters.parts, parameters) for in_parameters in parts_of(run)]
 
 
 def _shards(parts: Sequence[Part], parameters: Mapping[str, Tensor]) -> dict[str, Shard]:
@@ -180,11 +212,12 @@ def _shards(parts: Sequence[Part], parameters: Mapping[str, Tensor]) -> dict[str
     for part in parts:
         if part.kind == "W" and part.heads and part.parameter.name in parameters:
             matrices.setdefault(part.name, []).append(part)
-    shards = {}
+    shards: dict[str, Shard] = {}
     for name, of_name in matrices.items():
         if len(of_name) > 1:
             continue
-        shard = shard_of(of_name[0], parameters[of_name[0].parameter.name])
+        (part,) = of_name
+        shard = shard_of(part, parameters[part.parameter.name])
         if shard is not None:
             shards[name] = shard
     return shards
@@ -195,17 +228,20 @@ def shard_of(part: Part, parameter: Tensor) -> Shard | None:
     used = part.parameter.tensor
     if len(used.shape) != 2 or part.inner is None:
         return None
-    inner_count, inner_step = part.inner
     # The features of heads are columns where the numbers of one feature run down the rows.
-    dim = 1 if (inner_count, inner_step) == (used.shape[0], used.stride[0]) else 0
+    down_the_rows = (used.shape[0], used.stride[0])
+    dim = 1 if part.inner == down_the_rows else 0
     features = np.concatenate([*part.heads.values()])
     places = coordinates(features[features >= 0], used)[dim]
     size = used.shape[dim]
-    start, whole = 0, size
+    start = 0
+    whole = size
     piece = piece_of(parameter)
     if piece is not None:
-        start, whole = piece.start[dim], piece.whole[dim]
+        start = piece.start[dim]
+        whole = piece.whole[dim]
         if local(parameter).shape[dim] < size:  # FSDP gathered the part of this rank's heads from several ranks
             start -= start % size
-    rows = start + int(places.min()), start + int(places.max()) + 1
-    return Shard(rows=rows, size=size, whole=whole, dim=dim)
+    first = start + int(places.min())
+    last = start + int(places.max())
+    return Shard(rows=(first, last + 1), size=size, whole=whole, dim=dim)

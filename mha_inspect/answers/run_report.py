@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..naming.stage_facts import StageFacts
 from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
+from ..record.rounding import Rounding
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import (
     AttentionReport,
@@ -137,14 +138,32 @@ def proof_of(run: Run) -> Proof:
             return Proof(None, None, None, "the operations of compiled code are not shown")
         return Proof(0.0, None, True, "No fused kernels: every stage is exactly what PyTorch computed.")
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
-    checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
-    if not checked:
-        return Proof(None, None, None, "device meta has shapes but no numbers" if is_meta else "; ".join(notes))
-    worst, kernel = max(checked, key=lambda pair: (pair[0].times, pair[0].difference))
-    is_same = worst.verdict != "differs"
+    checked = _furthest_off(kernels)
+    if checked is None and is_meta:
+        return Proof(None, None, None, "device meta has shapes but no numbers")
+    if checked is None:
+        return Proof(None, None, None, "; ".join(notes))
+    is_same = checked.result.verdict != "differs"
     if not is_same:
-        notes = {f"{_short(kernel)} differs": None, **notes}
-    return Proof(worst.difference, worst.error, is_same, "; ".join(notes))
+        notes = {f"{checked.kernel} differs": None, **notes}
+    return Proof(checked.result.difference, checked.result.error, is_same, "; ".join(notes))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A kernel whose recomputed steps were compared with its result."""
+
+    kernel: str
+    result: Rounding
+
+
+def _furthest_off(kernels: Iterable[Kernel]) -> _Checked | None:
+    """Return the kernel whose result is furthest from its steps, in rounding errors; None if none was compared."""
+    checked = []
+    for kernel in kernels:
+        if kernel.opened and kernel.check is not None:
+            checked.append(_Checked(_short(kernel), kernel.check))
+    return max(checked, key=lambda kernel: (kernel.result.times, kernel.result.difference), default=None)
 
 
 def _short(kernel: Kernel) -> str:
@@ -254,7 +273,8 @@ def _stage_made_of(run: Run, op: Op, stages: Mapping[int, str]) -> str:
 
 def _masked_of(run: Run, attention: Attention) -> Tensor | None:
     """Return where a mask put -inf, as a bool; None if the masked scores were not kept."""
-    values, masked = run.recording.values, attention.stages.get("masked_scores")
+    values = run.recording.values
+    masked = attention.stages.get("masked_scores")
     if masked is None or masked.id not in values:
         return None
     low: Tensor = values[masked.id] == -torch.inf
@@ -282,13 +302,22 @@ class _Facts:
 def _facts_of(run: Run, leaves: Mapping[int, Tensor]) -> list[_Facts]:
     """Return the facts of each attention; those of equal layers once, unless constants or parameters differ."""
     distinct = run.distinct
-    reader, whole_reader = InnerStepsReader(distinct.run, leaves), InnerStepsReader(run, leaves)
-    once = [_read_facts(distinct.run, *named, reader) for named in distinct.run.attentions]
+    reader = InnerStepsReader(distinct.run, leaves)
+    once = []
+    for attention, names in distinct.run.attentions:
+        once.append(_read_facts(distinct.run, attention, names, reader))
+    whole_reader = InnerStepsReader(run, leaves)
     facts = []
-    for named, instance in zip(run.attentions, distinct.instances, strict=True):
-        alike = instance.translation is None or reader.are_alike(instance.translation)
-        shares = alike and (instance.translation is None or not once[instance.place].names_parameters)
-        facts.append(once[instance.place] if shares else _read_facts(run, *named, whole_reader))
+    for (attention, names), instance in zip(run.attentions, distinct.instances, strict=True):
+        of_first = once[instance.place]
+        translation = instance.translation
+        is_shared = translation is None  # it is the first of its equals
+        if translation is not None and reader.are_alike(translation):
+            is_shared = not of_first.names_parameters
+        if is_shared:
+            facts.append(of_first)
+        else:
+            facts.append(_read_facts(run, attention, names, whole_reader))
     return facts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -79,22 +79,31 @@ def _are_styles(content: object) -> bool:
 def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], ranks: int) -> Plan:
     """Return the plan from a run of the whole module. Raises `InputError` with the reason if heads cannot be cut."""
     styles: dict[str, Style] = {}
-    for (_, names), (parts, _), attention in zip(run.attentions, parts_of(run), attentions, strict=True):
-        matrices = _matrices(parts)
+    for (_, names), in_parameters, attention in zip(run.attentions, parts_of(run), attentions, strict=True):
+        matrices = _matrices(in_parameters.parts)
         _require_matrices(matrices, attention, module)
         _require_heads(names.num_heads, attention, ranks)
-        copied = any(_count(part) % ranks for part in matrices if part.letter in "kv")
+        key_heads = [_count(part) for part in matrices if part.letter in "kv"]
+        are_copied = any(count % ranks for count in key_heads)
         for path, of_path in _by_module(matrices).items():
-            letters = {part.letter for part in of_path}
-            if copied and letters <= {"k", "v"}:
-                styles[path] = "replicate"
-                continue
-            styles[path] = "rowwise" if letters == {"o"} else "colwise"
-            for doubt in _doubts(path, of_path, ranks, styles[path]):
+            style = _style_of(of_path, are_copied=are_copied)
+            doubt = _doubt(path, of_path, ranks, style)
+            if doubt:
                 raise InputError(doubt)
+            styles[path] = style
     if not styles:
         raise InputError("no attention was found, so there are no heads to shard. Check the target.")
     return Plan(styles)
+
+
+def _style_of(parts: Sequence[Part], *, are_copied: bool) -> Style:
+    """Return how a module with these projections is cut; `are_copied` if each rank has a copy of all key heads."""
+    letters = {part.letter for part in parts}
+    if are_copied and letters <= {"k", "v"}:
+        return "replicate"
+    if letters == {"o"}:
+        return "rowwise"
+    return "colwise"
 
 
 def _matrices(parts: Iterable[Part]) -> list[Part]:
@@ -106,7 +115,8 @@ def _require_matrices(matrices: Sequence[Part], attention: AttentionReport, modu
     """Raise `InputError` unless each projection is one matrix, W_q at least, and each is that of an nn.Linear."""
     for letter in "qkvo":
         names = [part.parameter.name for part in matrices if part.letter == letter]
-        if (letter == "q" and not names) or len(names) > 1:
+        is_missing = letter == "q" and not names
+        if is_missing or len(names) > 1:
             raise InputError(_not_one_matrix(f"W_{letter}{_place(attention)}", names, module))
     for part in matrices:
         _require_own_linear(part, module)
@@ -117,7 +127,9 @@ def _require_heads(num_heads: int, attention: AttentionReport, ranks: int) -> No
     place = _place(attention)
     if num_heads % ranks:
         divisors = [str(number) for number in range(2, num_heads + 1) if num_heads % number == 0]
-        way = f"Use --ranks {listed(divisors)}." if divisors else "One head cannot be sharded."
+        way = "One head cannot be sharded."
+        if divisors:
+            way = f"Use --ranks {listed(divisors)}."
         raise InputError(f"{num_heads} heads{place} do not divide among {ranks} ranks. {way}")
     if attention.qk_norm is not None and attention.qk_norm.over == "all":
         raise InputError(f"queries or keys{place} are normed over all heads, and a rank has only some. Norm each head.")
@@ -153,23 +165,30 @@ def _require_own_linear(part: Part, module: nn.Module) -> None:
     linear, is_parametrized, _ = owner.rpartition(".parametrizations.")
     if is_parametrized and isinstance(module.get_submodule(linear), nn.Linear):
         raise InputError(_computes_its_weight(linear))
-    if not isinstance(module.get_submodule(owner), nn.Linear):
-        kind = type(module.get_submodule(owner)).__name__
-        shard = shard_of(part, module.get_parameter(name))
-        place = ""
-        if shard is not None and shard.rows != (0, shard.size):
-            place = f"{'columns' if shard.dim else 'rows'} {span(shard.rows)} of "
+    submodule = module.get_submodule(owner)
+    if not isinstance(submodule, nn.Linear):
         raise InputError(
-            f"{part.name} is {place}{name} of {kind}, but parallelize_module shards nn.Linear. Give each projection a "
-            "nn.Linear, or shard its heads in a function of module and mesh, and test it with --plan FILE.py:NAME."
+            f"{part.name} is {_lines_of(part, module)}{name} of {type(submodule).__name__}, but parallelize_module "
+            "shards nn.Linear. Give each projection a nn.Linear, or shard its heads in a function of module and mesh, "
+            "and test it with --plan FILE.py:NAME."
         )
-    weight = module.get_submodule(owner)._parameters[attribute]
+    weight = submodule._parameters[attribute]
     for path, further in module.named_modules():
-        if path != owner and any(tensor is weight for tensor in further._parameters.values()):
+        has_weight = any(tensor is weight for tensor in further._parameters.values())
+        if has_weight and path != owner:
             raise InputError(
                 f"{path} has the weight of {owner}, but parallelize_module gives each module a part of its own. "
                 "Give them two weights."
             )
+
+
+def _lines_of(part: Part, module: nn.Module) -> str:
+    """Return the lines of a parameter that a projection is: `rows 0–15 of `; empty for the whole parameter."""
+    shard = shard_of(part, module.get_parameter(part.parameter.name))
+    if shard is None or shard.rows == (0, shard.size):
+        return ""
+    lines = "columns" if shard.dim else "rows"
+    return f"{lines} {span(shard.rows)} of "
 
 
 def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: int) -> tuple[str, ...]:
@@ -182,9 +201,12 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
         if not any(is_at(path, pattern) for path in paths):
             raise InputError(f"the plan names {shown(pattern)}, which is not a module.{did_you_mean(pattern, paths)}")
     doubts: dict[str, None] = {}
-    for parts, _ in parts_of(run):
-        for path, of_path in _by_module(_matrices(parts)).items():
-            doubts |= dict.fromkeys(_doubts(path, of_path, ranks, _style_at(path, styles)))
+    for in_parameters in parts_of(run):
+        matrices = _matrices(in_parameters.parts)
+        for path, of_path in _by_module(matrices).items():
+            doubt = _doubt(path, of_path, ranks, _style_at(path, styles))
+            if doubt:
+                doubts[doubt] = None
     return tuple(doubts)
 
 
@@ -199,7 +221,8 @@ def _style_at(path: str, styles: Mapping[str, Style]) -> Style:
 def _by_module(parts: Sequence[Part]) -> dict[str, list[Part]]:
     paths: dict[str, list[Part]] = {}
     for part in parts:
-        paths.setdefault(part.parameter.name.rpartition(".")[0], []).append(part)
+        path, _, _ = part.parameter.name.rpartition(".")
+        paths.setdefault(path, []).append(part)
     return paths
 
 
@@ -208,32 +231,32 @@ def _count(part: Part) -> int:
     return len({tuple(places.tolist()) for places in part.heads.values()})
 
 
-def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Iterator[str]:
-    """Yield the reason that a cut of a projection does not give each rank whole heads, if there is one."""
+def _doubt(path: str, parts: Sequence[Part], ranks: int, style: Style) -> str:
+    """Return why a cut of a projection does not give each rank whole heads; empty if it does."""
     if style == "replicate":
-        return
-    path, letters = _folded(path), listed([f"W_{part.letter}" for part in parts])
-    is_output = "o" in [part.letter for part in parts]
+        return ""
+    path = _folded(path)
+    names = listed([f"W_{part.letter}" for part in parts])
+    is_output = any(part.letter == "o" for part in parts)
     if is_output and len(parts) > 1:
-        yield f"{path} is {letters}: one is sharded by rows, the other by columns. Give each a nn.Linear."
-        return
-    if is_output != (style == "rowwise"):
-        right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"
-        yield f"{path} is {letters} and is sharded {style}; expected {right}."
-        return
+        return f"{path} is {names}: one is sharded by rows, the other by columns. Give each a nn.Linear."
+    if is_output and style != "rowwise":
+        return f"{path} is {names} and is sharded {style}; expected rowwise: its columns belong to heads."
+    if not is_output and style == "rowwise":
+        return f"{path} is {names} and is sharded {style}; expected colwise: its rows belong to heads."
     dim = 1 if is_output else 0
     for part in parts:
         if _gives_whole_heads(part, dim, ranks):
             continue
-        lines = f"{part.parameter.tensor.shape[dim]} {'columns' if dim else 'rows'}"
-        if len(parts) > 1:
-            yield (
-                f"{path} has {letters} in its {lines}, and sharding into {ranks} gives a rank other heads "
-                "of each. Give each a nn.Linear."
-            )
-        else:
-            yield _no_whole_heads(path, lines, _count(part), ranks)
-        return
+        size = part.parameter.tensor.shape[dim]
+        lines = f"{size} columns" if is_output else f"{size} rows"
+        if len(parts) == 1:
+            return _no_whole_heads(path, lines, _count(part), ranks)
+        return (
+            f"{path} has {names} in its {lines}, and sharding into {ranks} gives a rank other heads "
+            "of each. Give each a nn.Linear."
+        )
+    return ""
 
 
 def _no_whole_heads(path: str, lines: str, heads: int, ranks: int) -> str:
@@ -245,20 +268,23 @@ def _no_whole_heads(path: str, lines: str, heads: int, ranks: int) -> str:
 
 def _gives_whole_heads(part: Part, dim: int, ranks: int) -> bool:
     """Return whether equal parts of the rows (0) or columns (1) of a matrix are the heads of each rank, in order."""
-    matrix, count = part.parameter.tensor, _count(part)
+    matrix = part.parameter.tensor
+    count = _count(part)
     if matrix.shape[dim] % ranks:
         return False
     size = matrix.shape[dim] // ranks
     for head, places in part.heads.items():
-        rows = coordinates(places[places >= 0], matrix)[dim]
-        if (rows // size != head * ranks // count).any():
+        lines = coordinates(places[places >= 0], matrix)[dim]
+        rank = head * ranks // count
+        if (lines // size != rank).any():
             return False
     return True
 
 
 def is_at(path: str, pattern: str) -> bool:
     """Return whether a pattern of a plan names the module at a path."""
-    words, parts = pattern.split("."), path.split(".")
+    words = pattern.split(".")
+    parts = path.split(".")
     return len(words) == len(parts) and all(map(fnmatch, parts, words))
 
 
@@ -270,7 +296,8 @@ def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the styles with `*` for numbers in paths, where all of them have the same style."""
     patterns: dict[str, set[Style]] = {}
     for path, style in styles.items():
-        patterns.setdefault(_folded(path), set()).add(style)
+        of_pattern = patterns.setdefault(_folded(path), set())
+        of_pattern.add(style)
     by_pattern: dict[str, Style] = {}
     for pattern, kinds in patterns.items():
         if len(kinds) > 1:
@@ -283,7 +310,8 @@ def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> st
     """Return Python code that applies a plan; `call` is the call if the projections return DTensors, else empty."""
     patterns = folded(styles)
     classes = sorted({STYLES[style] for style in patterns.values()} - {""})
-    lines = [f"from torch.distributed.tensor.parallel import {', '.join([*classes, 'parallelize_module'])}"]
+    imported = ", ".join([*classes, "parallelize_module"])
+    lines = [f"from torch.distributed.tensor.parallel import {imported}"]
     if call:
         lines += _WITH_DTENSORS
     lines += ["", "parallelize_module(model, mesh, {"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,21 @@ from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
 from .comparable_run import ComparableRun
 
-Shared = tuple[SharedWeights, str]
-"""How both sides got their weights, and what both are given; empty if their weights are unrelated."""
-
 _SAME = "the same weights and input"
-AS_THEY_ARE: Shared = (
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How both sides got their weights, and what both are given."""
+
+    weights: SharedWeights
+    given: str = _SAME
+    """The weights and the input in words; empty if the weights are unrelated."""
+
+
+AS_THEY_ARE = Shared(
     SharedWeights(False, "Not copied: each side keeps its own weights.", ()),
-    "each side's own weights and the same input",
+    given="each side's own weights and the same input",
 )
 
 
@@ -40,7 +47,8 @@ class _ByName(Enum):
     """The numbers were copied."""
 
 
-class _Direction(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Direction:
     """The source and the target of a copy, and the copied parts of each attention."""
 
     source: ComparableRun
@@ -49,7 +57,24 @@ class _Direction(NamedTuple):
 
     @property
     def not_copied(self) -> list[NotCopied]:
-        return [part for of_attention in self.copied for part in of_attention.not_copied]
+        """The parts of all attentions that could not be copied."""
+        parts: list[NotCopied] = []
+        for of_attention in self.copied:
+            parts += of_attention.not_copied
+        return parts
+
+    @property
+    def filled(self) -> set[str]:
+        """The parts that the source lacks, of all attentions: they were filled with no effect."""
+        parts: set[str] = set()
+        for of_attention in self.copied:
+            parts.update(of_attention.filled)
+        return parts
+
+    @property
+    def why_not(self) -> str:
+        """Why the first part that was not copied does not fit."""
+        return _why_not(self.not_copied[:1], self.target.label, self.source.label)[0]
 
 
 def share(left: ComparableRun, right: ComparableRun) -> Shared:
@@ -60,8 +85,7 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
 
     Raises `WeightsError` if no weights fit both of two layers.
     """
-    # The coarser of two dtypes rounds the numbers: the finer one can represent them.
-    source, target = (right, left) if _step_of(right) > _step_of(left) else (left, right)
+    source, target = _in_order_of_dtypes(left, right)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     transposed = _read_transposed(source, target)
@@ -69,19 +93,29 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
         by_name = _share_by_name(source, target)
         if by_name is _ByName.EQUAL:
-            sentence = "Both sides have the same parameters: names, shapes and numbers agree."
-            return SharedWeights(True, sentence, ()), _SAME
+            return Shared(
+                SharedWeights(True, "Both sides have the same parameters: names, shapes and numbers agree.", ())
+            )
         if by_name is _ByName.COPIED:
             given, taken = ("left", "right") if source is left else ("right", "left")
             sentence = f"Copied by name from {given} to {taken}: names and shapes agree."
-            return SharedWeights(True, sentence + _before_the_copy(exchanged, given, taken), ()), _SAME
-    direction = _direction(target, source) if source.subject.layer else _direction(source, target)
+            return Shared(SharedWeights(True, sentence + _before_the_copy(exchanged, given, taken), ()))
+    if source.subject.layer:
+        source, target = target, source
+    direction = _direction(source, target)
     if isinstance(direction, _Direction):
         return _shared_by_head(direction, transposed)
-    if not any(weights_by_name(side) for side in (left, right)):
-        return SharedWeights(True, "Neither side has weights.", ()), _SAME
+    if not weights_by_name(left) and not weights_by_name(right):
+        return Shared(SharedWeights(True, "Neither side has weights.", ()))
     sentence = "The weights could not be copied; each side keeps its own."
-    return SharedWeights(False, sentence, (direction,)), ""
+    return Shared(SharedWeights(False, sentence, (direction,)), given="")
+
+
+def _in_order_of_dtypes(left: ComparableRun, right: ComparableRun) -> tuple[ComparableRun, ComparableRun]:
+    """Return the side with the coarser dtype first, or the left: the finer dtype can represent its numbers."""
+    if _step_of(right) > _step_of(left):
+        return right, left
+    return left, right
 
 
 def _step_of(side: ComparableRun) -> float:
@@ -91,17 +125,15 @@ def _step_of(side: ComparableRun) -> float:
 
 def _shared_by_head(direction: _Direction, transposed: Sequence[str]) -> Shared:
     """Copy the weights outside the projections too, by name, and return how everything was copied."""
-    source, target = direction.source, direction.target
+    source = direction.source
+    target = direction.target
     lacking = _why_not(direction.not_copied, target.label, source.label)
     named = _copied_by_name(source, target)
     left_out = (*lacking, *_rest(source, named), *_rest(target, named))
-    filled: set[str] = set()
-    for copied in direction.copied:
-        filled.update(copied.filled)
     added = []
-    if "W_o" in filled:
+    if "W_o" in direction.filled:
         added.append("the identity as W_o")
-    if filled - {"W_o"}:
+    if direction.filled - {"W_o"}:
         added.append("zeros as biases")
     how = f"Copied by head from {source.label} to {target.label}"
     if added:
@@ -113,7 +145,7 @@ def _shared_by_head(direction: _Direction, transposed: Sequence[str]) -> Shared:
     if named:
         how += f", and {plural(len(named), 'other tensor')} by name and shape"
     given = "weights copied as far as they fit and the same input" if left_out else _SAME
-    return SharedWeights(not left_out, f"{how}.", left_out), given
+    return Shared(SharedWeights(not left_out, f"{how}.", left_out), given)
 
 
 def copy_all(source: ComparableRun, target: ComparableRun) -> str:
@@ -121,15 +153,17 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
 
     Buffers are not copied: a mask or a table of rotations is part of what is compared. Statistics of batch norms are.
     """
-    given, taken = weights_by_name(source), weights_by_name(target)
+    given = weights_by_name(source)
+    taken = weights_by_name(target)
     if not _agree(given, taken) or _read_transposed(source, target):
         reason = unreadable(source, target)
         if reason:
             return reason
-        copied = _copied(source, target)
-        if copied.not_copied:
-            return _why_not(copied.not_copied[:1], target.label, source.label)[0]
-        given, taken = _outside(source), _outside(target)
+        direction = _copied(source, target)
+        if direction.not_copied:
+            return direction.why_not
+        given = _outside(source)
+        taken = _outside(target)
         if not _agree(given, taken):
             return next(chain(_rest(target), _rest(source)))
     with torch.no_grad():
@@ -154,15 +188,10 @@ def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ..
 
     nn.Linear has `out in`, and `x @ weight` reads `in out`: the same numbers give other projections.
     """
-    ours, theirs = left.subject.module, right.subject.module
-    names_of_theirs = {name for name, _ in theirs.named_parameters()}
-    square = []
-    are_of_linears = True
-    for name, weight in ours.named_parameters():
-        if name in names_of_theirs and weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
-            square.append(name)
-            are_of_linears = are_of_linears and _is_of_linear(ours, name) and _is_of_linear(theirs, name)
-    if are_of_linears:
+    ours = left.subject.module
+    theirs = right.subject.module
+    square = _square_weights(ours, theirs)
+    if all(_is_of_linear(ours, name) and _is_of_linear(theirs, name) for name in square):
         return ()
     their_steps = _inner_steps(right)
     differing = set()
@@ -172,8 +201,22 @@ def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ..
     return tuple(name for name in square if name in differing)
 
 
+def _square_weights(ours: nn.Module, theirs: nn.Module) -> list[str]:
+    """Return the names that both modules have, of matrices with as many rows as columns in the first."""
+    names_of_theirs = {name for name, _ in theirs.named_parameters()}
+    square = []
+    for name, weight in ours.named_parameters():
+        if name not in names_of_theirs or weight.dim() != 2:
+            continue
+        rows, columns = weight.shape
+        if rows == columns:
+            square.append(name)
+    return square
+
+
 def _is_of_linear(module: nn.Module, name: str) -> bool:
-    return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear)
+    owner, _, _ = name.rpartition(".")
+    return isinstance(module.get_submodule(owner), nn.Linear)
 
 
 def _inner_steps(side: ComparableRun) -> dict[tuple[str, str], int]:
@@ -222,7 +265,11 @@ def differing_buffers(left: nn.Module, right: nn.Module) -> tuple[str, ...]:
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers with numbers, without the statistics of batch norms."""
     statistics = _statistics(module)
-    return {name: buffer for name, buffer in module.named_buffers() if name not in statistics and not buffer.is_meta}
+    buffers: dict[str, Tensor] = {}
+    for name, buffer in module.named_buffers():
+        if name not in statistics and not buffer.is_meta:
+            buffers[name] = buffer
+    return buffers
 
 
 def _same_numbers(left: Tensor, right: Tensor) -> bool:
@@ -248,10 +295,14 @@ def _exchanged(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict
     """
     exchanged: dict[str, str] = {}
     for name, tensor in theirs.items():
-        if name not in ours or tensor.dim() < 2 or same_bits(tensor, ours[name].to(tensor)):
+        if name not in ours or tensor.dim() < 2:
+            continue
+        if same_bits(tensor, ours[name].to(tensor)):
             continue
         for candidate, numbers in ours.items():
-            if candidate != name and numbers.shape == tensor.shape and same_bits(tensor, numbers.to(tensor)):
+            if candidate == name or numbers.shape != tensor.shape:
+                continue
+            if same_bits(tensor, numbers.to(tensor)):
                 exchanged[name] = candidate
                 break
     return exchanged
@@ -261,8 +312,8 @@ def _before_the_copy(exchanged: Mapping[str, str], source: str, target: str) -> 
     """Return which weights were those of other names before the copy: they were drawn in another order."""
     if not exchanged:
         return ""
-    name, name_in_source = next(iter(exchanged.items()))
-    more = f", and {plural(len(exchanged) - 1, 'other')} alike" if len(exchanged) > 1 else ""
+    (name, name_in_source), *others = exchanged.items()
+    more = f", and {plural(len(others), 'other')} alike" if others else ""
     return (
         f" Before the copy, {name} of the {target} equalled {name_in_source} of the {source}{more}. "
         "Layers that are created in another order get different random numbers from one seed."
@@ -282,18 +333,24 @@ def _share_by_name(source: ComparableRun, target: ComparableRun) -> _ByName:
 
     They do not if names of the target are one tied tensor, and the source has a tensor for each: then nothing changes.
     """
-    numbers, before = _numbers(source), _numbers(target)
+    numbers = _numbers(source)
+    before = _numbers(target)
     if not numbers or not _agree(numbers, before):
         return _ByName.NOT_SHARED
     write_by_name(target, numbers)
     after = weights_by_name(target)
-    if any(not same_bits(after[name], tensor.to(after[name])) for name, tensor in numbers.items()):
+    if not _have_the_same_bits(after, numbers):
         write_by_name(target, before)
         return _ByName.NOT_SHARED
-    if all(same_bits(tensor, before[name]) for name, tensor in after.items()):
+    if _have_the_same_bits(after, before):
         return _ByName.EQUAL  # a run with the same numbers stays valid
     target.forget()
     return _ByName.COPIED
+
+
+def _have_the_same_bits(weights: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> bool:
+    """Return whether the weights are these numbers, after a cast to the dtype of each weight."""
+    return all(same_bits(tensor, numbers[name].to(tensor)) for name, tensor in weights.items())
 
 
 def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:
@@ -301,7 +358,8 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     reason = unreadable(source, target)
     if reason:
         return reason
-    target_before, source_before = _numbers(target), _numbers(source)
+    target_before = _numbers(target)
+    source_before = _numbers(source)
     there = _copied(source, target)
     if not there.not_copied:
         return there
@@ -316,7 +374,7 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
         there = _copied(source, target)
     if any(of_attention.copied for of_attention in there.copied):
         return there
-    return _why_not(there.not_copied[:1], target.label, source.label)[0]
+    return there.why_not
 
 
 def unreadable(source: ComparableRun, target: ComparableRun) -> str:
@@ -337,8 +395,10 @@ def unreadable(source: ComparableRun, target: ComparableRun) -> str:
 def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
     """Copy the weights of each attention into the attention in the same place, as far as they fit."""
     target.forget()
-    pairs = zip(source.weights, target.weights, strict=True)
-    return _Direction(source, target, tuple(copy_by_head(given, taken) for given, taken in pairs))
+    copied = []
+    for given, taken in zip(source.weights, target.weights, strict=True):
+        copied.append(copy_by_head(given, taken))
+    return _Direction(source, target, tuple(copied))
 
 
 def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[str, ...]:
@@ -347,7 +407,8 @@ def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[
     for part in not_copied:
         reason = f"fit into {label}: {part.reason}"
         if part.sizes:
-            reason = f"{list(part.sizes[0])} in {source} and {list(part.sizes[1])} in {label}"
+            in_source, in_target = part.sizes
+            reason = f"{list(in_source)} in {source} and {list(in_target)} in {label}"
         by_reason.setdefault(reason, {})[part.part] = part
     sentences = []
     for reason, parts in by_reason.items():
@@ -363,14 +424,19 @@ def _copied_by_name(source: ComparableRun, target: ComparableRun) -> frozenset[s
 
     Return the names of those that have the same numbers then: a tied tensor has those of one of its names.
     """
-    given, taken = _outside(source), _outside(target)
-    same = [name for name, tensor in taken.items() if name in given and given[name].shape == tensor.shape]
+    given = _outside(source)
+    taken = _outside(target)
+    fitting = [name for name, tensor in taken.items() if name in given and given[name].shape == tensor.shape]
     with torch.no_grad():
-        for name in same:
+        for name in fitting:
             taken[name].copy_(given[name])
-    if same:
+    if fitting:
         target.forget()
-    return frozenset(name for name in same if same_bits(taken[name], given[name].to(taken[name])))
+    equal = set()
+    for name in fitting:
+        if same_bits(taken[name], given[name].to(taken[name])):
+            equal.add(name)
+    return frozenset(equal)
 
 
 def _rest(side: ComparableRun, copied: Collection[str] = ()) -> Iterator[str]:
@@ -378,8 +444,9 @@ def _rest(side: ComparableRun, copied: Collection[str] = ()) -> Iterator[str]:
     rest = {name: tensor for name, tensor in _outside(side).items() if name not in copied}
     if not rest:
         return
-    numels = {id(tensor): tensor.numel() for tensor in rest.values()}  # a tied tensor has several names
-    names, count = first_few(list(rest), 1), sum(numels.values())
+    names = first_few(list(rest), 1)
+    distinct = {id(tensor): tensor for tensor in rest.values()}  # a tied tensor has several names
+    count = sum(tensor.numel() for tensor in distinct.values())
     yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
 
 
@@ -415,7 +482,8 @@ def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Sha
 
     Raises `WeightsError` if key/value heads are shared and the head counts differ.
     """
-    (ours,), (theirs,) = left.weights, right.weights
+    (ours,) = left.weights
+    (theirs,) = right.weights
     shapes = _shapes_for_both(ours, theirs)
     kv_heads = shapes["W_k"][0]
     if kv_heads != ours.num_heads != theirs.num_heads:
@@ -427,9 +495,11 @@ def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Sha
         side.forget()
         copied = copy_by_head(source, weights, numbers)
         if side.finer is not None:
-            copy_by_head(source, replace(weights, module=side.finer.module), numbers)
-        lacking |= dict.fromkeys(_why_not(copied.not_copied, side.label, "the drawn weights"))
-    sentence = "Every weight of one side is in the other."
+            in_finer_dtype = replace(weights, module=side.finer.module)
+            copy_by_head(source, in_finer_dtype, numbers)
+        for sentence in _why_not(copied.not_copied, side.label, "the drawn weights"):
+            lacking[sentence] = None
     if lacking:
-        sentence = "Both sides have the same random weights, as far as their shapes allow."
-    return SharedWeights(not lacking, sentence, tuple(lacking)), _SAME
+        how = "Both sides have the same random weights, as far as their shapes allow."
+        return Shared(SharedWeights(False, how, tuple(lacking)))
+    return Shared(SharedWeights(True, "Every weight of one side is in the other.", ()))

@@ -168,22 +168,29 @@ def _of_numbers(left: _Side, right: _Side, near: float, called: tuple[str, str])
     if left.attention.branches or right.attention.branches:
         return None
     equal = _equal_stages(left, right)
-    our_steps, their_steps = left.steps_from(equal), right.steps_from(equal)
+    our_steps = left.steps_from(equal)
+    their_steps = right.steps_from(equal)
     if not our_steps or [op.name for op in our_steps] != [op.name for op in their_steps]:
         return None
     for ours, theirs in zip(our_steps, their_steps, strict=True):
         for number in _unlike_numbers(ours, theirs):
             changed = {theirs.index: number.put_into(theirs)}
             content = _content_with(right, their_steps, changed)
-            if content is None or not _are_near(content, left.content, near):
-                continue
-            our_number, their_number = _written(number.left), _written(number.right)
-            sentence = (
-                f"{ours.base_name} computes {left.stage} with {number.name} {our_number} {called[0]} and "
-                f"{their_number} {called[1]} ({theirs.source}). With {our_number} {left.stage} is the same."
-            )
-            return DiffReason("number", sentence)
+            if content is not None and _are_near(content, left.content, near):
+                return _computed_with(number, left.stage, theirs, called)
     return None
+
+
+def _computed_with(number: _Number, stage: str, op: Op, called: tuple[str, str]) -> DiffReason:
+    """Return that an operation computes a stage with another number on each side; `op` is that of the right."""
+    on_left, on_right = called
+    ours = _written(number.left)
+    theirs = _written(number.right)
+    return DiffReason(
+        "number",
+        f"{op.base_name} computes {stage} with {number.name} {ours} {on_left} and "
+        f"{theirs} {on_right} ({op.source}). With {ours} {stage} is the same.",
+    )
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,9 @@ class _Number:
         """Return the operation of the right side with the number of the left."""
         if isinstance(self.at, str):
             return replace(op, kwargs={**op.kwargs, self.at: self.left})
-        return replace(op, args=(*op.args[: self.at], self.left, *op.args[self.at + 1 :]))
+        args = list(op.args)
+        args[self.at] = self.left
+        return replace(op, args=tuple(args))
 
 
 def _unlike_numbers(left: Op, right: Op) -> Iterator[_Number]:
@@ -222,10 +231,13 @@ def _are_unlike_settings(left: object, right: object) -> bool:
 
 def _argument(op: Op, place: int) -> str:
     """Return the name of an argument in the signature of an operation: `eps`."""
-    namespace, name, overload = op.name.split(".")
-    schema = getattr(getattr(getattr(torch.ops, namespace, None), name, None), overload, None)
-    arguments = getattr(getattr(schema, "_schema", None), "arguments", ())
-    return str(arguments[place].name) if place < len(arguments) else "a number"
+    operation: Any = torch.ops
+    for attribute in (*op.name.split("."), "_schema"):
+        operation = getattr(operation, attribute, None)
+    arguments = getattr(operation, "arguments", ())
+    if place >= len(arguments):
+        return "a number"
+    return str(arguments[place].name)
 
 
 def _content_with(side: _Side, ops: Sequence[Op], changed: Mapping[int, Op]) -> Tensor | None:
@@ -233,26 +245,33 @@ def _content_with(side: _Side, ops: Sequence[Op], changed: Mapping[int, Op]) -> 
     computed: dict[int, Tensor] = {}
 
     def content(tensor: TensorRef) -> Tensor:
-        return computed[tensor.id] if tensor.id in computed else content_of(side.kept, tensor)
+        if tensor.id in computed:
+            return computed[tensor.id]
+        return content_of(side.kept, tensor)
 
+    graph = side.run.run.graph
     try:
         with torch.no_grad():
             for op in ops:
-                computed.update(run_again(side.run.run.graph, changed.get(op.index, op), content))
+                results = run_again(graph, changed.get(op.index, op), content)
+                computed.update(results)
     except Exception:  # an operation may raise anything when called directly
         return None
-    value = computed.get(side.tensor.id)
-    return None if value is None else side.in_canonical_axes(value)
+    if side.tensor.id not in computed:
+        return None
+    return side.in_canonical_axes(computed[side.tensor.id])
 
 
 def _are_near(left: Tensor, right: Tensor, near: float) -> bool:
     if left.shape != right.shape:
         return False
     apart = (left.double() - right.double()).abs()
+    if not apart.numel():
+        return True
     # The difference of two equal infinities, or of two NaNs, is NaN.
     are_equal = (left == right) | (left.isnan() & right.isnan())
     apart = apart.masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
-    return not apart.numel() or float(apart.max()) <= near
+    return float(apart.max()) <= near
 
 
 def _written(value: object) -> str:
@@ -283,7 +302,8 @@ def _of_positions(left: _Side, right: _Side, near: float, called: tuple[str, str
     tokens = _tokens_before(right)
     if not of_positions or tokens is None:
         return None
-    tensor, dim = tokens.tensor, tokens.dim
+    tensor = tokens.tensor
+    dim = tokens.dim
     try:
         numbers = content_of(right.kept, tensor)
         for shift in shifts_of(tensor.shape[dim]):
@@ -301,8 +321,9 @@ def _of_positions(left: _Side, right: _Side, near: float, called: tuple[str, str
 
 def _moved_by(shift: int, stage: str, called: tuple[str, str]) -> DiffReason:
     """Return the sentence `Position p on the left is q_heads of position p + 1 on the right.`, with its proof."""
-    sentence = f"Position p {called[0]} is {stage} of position p {shift:+d} {called[1]}."
-    sentence = sentence.replace(" +", " + ").replace(" -", " - ")
+    on_left, on_right = called
+    sign = "+" if shift > 0 else "-"
+    sentence = f"Position p {on_left} is {stage} of position p {sign} {abs(shift)} {on_right}."
     return DiffReason("position", f"{sentence} Moved there, the tokens give the same {stage}.")
 
 

@@ -52,10 +52,13 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
             )
         trace = with_whole_shapes(trace, run, subject.module)
         is_kept = bool(run.recording.values)
-        numbers = _of_numbers(subject, before, run, is_kept)
-        instead = found_instead(run)
-        notes = (*mask_notes(run, leaves), *filter(None, (numbers, instead)))
-        trace = _judged(trace, subject, run, before) if judge else replace(trace, unjudged="judging was not requested")
+        notes = [*mask_notes(run, leaves)]
+        for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
+            if sentence:
+                notes.append(sentence)
+        trace = replace(trace, unjudged="judging was not requested")
+        if judge:
+            trace = _judged(trace, subject, run, before)
     if not keep:
         run.recording.values.clear()
     absent = show.without_numbers(trace.environment.device)
@@ -82,14 +85,20 @@ def of_block(run: Run, failed: tuple[Failure, int] | None, called: Iterable[nn.M
 
     `failed` is the failure that ended the block, and the number of complete attentions; None if it did not raise.
     """
-    environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
-    kinds = kinds_of(run)
-    trace = report(run, Show(), environment=environment, layer=layer, kinds=kinds)
-    trace = replace(
-        trace, notes=(*trace.notes, *mask_notes(run, {})), unjudged="a recorded block has no inputs to judge"
+    trace = report(
+        run,
+        Show(),
+        environment=Environment(torch.__version__, "", "", None),
+        layer=LayerInfo("recording", {}),
+        kinds=kinds_of(run),
     )
+    notes = (*trace.notes, *mask_notes(run, {}))
+    trace = replace(trace, notes=notes, unjudged="a recorded block has no inputs to judge")
     trace = with_whole_shapes(trace, run, *called)
-    return trace if failed is None else replace(trace, attentions=trace.attentions[: failed[1]], failure=failed[0])
+    if failed is None:
+        return trace
+    failure, complete = failed
+    return replace(trace, attentions=trace.attentions[:complete], failure=failure)
 
 
 def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
@@ -103,7 +112,9 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
         unknown = f"their weights are unknown, because {_no_second_run(subject, run)}"
         return masked_sentence(visible.blind, unknown, visible.blind_heads)
     again = again.beside(run.wider)
-    fate = fate_of(content_of(again, *again.attentions[place], "weights"), visible.blind)
+    attention, names = again.attentions[place]
+    weights = content_of(again, attention, names, "weights")
+    fate = fate_of(weights, visible.blind)
     return masked_sentence(visible.blind, f"their weights are {fate}", visible.blind_heads)
 
 
@@ -111,8 +122,8 @@ def _blind(run: Run) -> tuple[int, Visibility] | None:
     """Return the place and the visible keys of the first attention with queries that have every key masked out."""
     if all(sight.blind is None for sight in run.recording.sights.values()):
         return None
-    for place, attention in enumerate(run.attentions):
-        visible = visibility(run.graph, *attention)
+    for place, (attention, names) in enumerate(run.attentions):
+        visible = visibility(run.graph, attention, names)
         if visible is not None and visible.blind:
             return place, visible
     return None
@@ -132,8 +143,10 @@ def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:
 
 
 def _no_second_run(subject: Subject, run: Run) -> str:
-    spread = needs_ranks(subject.module, run.recording)
-    return "a second run needs every rank" if spread else "the module fails in a second run"
+    """Return why a module cannot run again."""
+    if needs_ranks(subject.module, run.recording):
+        return "a second run needs every rank"
+    return "the module fails in a second run"
 
 
 def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
@@ -159,9 +172,10 @@ def _first_with_nan(run: Run) -> str | None:
     values = run.recording.values
     for op in run.recording.ops:
         for tensor in op.outputs:
-            if tensor.id in values and _has_nan(values[tensor.id]):
-                result = stages.get(tensor.id, f"the result of {run.recording.name_of(op)}")
-                return f"{result} ({op.source})" if op.source else result
+            if tensor.id not in values or not _has_nan(values[tensor.id]):
+                continue
+            result = stages.get(tensor.id, f"the result of {run.recording.name_of(op)}")
+            return f"{result} ({op.source})" if op.source else result
     return None
 
 
@@ -170,8 +184,10 @@ def _stages_by_tensor(run: Run) -> dict[int, str]:
     words: dict[int, str] = {}
     for number, (attention, _) in enumerate(run.attentions, 1):
         of_attention = f" of attention {number}" if len(run.attentions) > 1 else ""
-        stages = {tensor.id: f"the stage {stage}{of_attention}" for stage, tensor in attention.stages.items()}
-        words = {**stages, **words}
+        of_this: dict[int, str] = {}
+        for stage, tensor in attention.stages.items():
+            of_this[tensor.id] = f"the stage {stage}{of_attention}"
+        words = {**of_this, **words}
     return words
 
 

@@ -533,8 +533,8 @@ def _name_heads(order: Tensor, count: int, sizes: Sizes) -> NamedOrder:
     kv_heads = sizes.get("kv_heads", heads) or heads
     for named in named_by_axes(order, count, {**sizes, "head_dim": 1}):
         return named
-    for known, named in _orders_of_heads(len(order), count, heads, kv_heads):
-        if torch.equal(order, known):
+    for usual, named in _orders_of_heads(len(order), count, heads, kv_heads):
+        if torch.equal(order, usual):
             return named
     numbers = order.tolist()
     if len(numbers) < count and numbers == sorted(numbers):

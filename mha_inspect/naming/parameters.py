@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -136,12 +137,17 @@ def num_heads(names: AxisNames, letter: str) -> int:
     return names.num_kv_heads if letter in "kv" else names.num_heads
 
 
-def parts_at(run: NamedRun, place: int) -> tuple[list[Part], Serves]:
-    """Return the parts of an attention in the parameters, and the query heads that use each key head.
+class PartsInParameters(NamedTuple):
+    """The parts of an attention in the parameters."""
 
-    They are computed once for a run.
-    """
-    computed: dict[int, tuple[list[Part], Serves]]
+    parts: list[Part]
+    serves: Serves
+    """The query heads that use each key head."""
+
+
+def parts_at(run: NamedRun, place: int) -> PartsInParameters:
+    """Return the parts of an attention in the parameters. They are computed once for a run."""
+    computed: dict[int, PartsInParameters]
     computed = vars(run).setdefault("_parts", {})
     if place not in computed:
         attention, names = run.attentions[place]
@@ -149,7 +155,7 @@ def parts_at(run: NamedRun, place: int) -> tuple[list[Part], Serves]:
     return computed[place]
 
 
-def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
+def parts_of(run: NamedRun) -> list[PartsInParameters]:
     """Return what `parts_at` does, for each attention of a run."""
     return [parts_at(run, place) for place in range(len(run.attentions))]
 
@@ -195,7 +201,7 @@ class _PartsOfAttention:
         self._serves: Serves = ()
         self._has_joined = False
 
-    def all(self) -> tuple[list[Part], Serves]:
+    def all(self) -> PartsInParameters:
         """Return all parts of the heads and the output, and the query heads that use each key head."""
         if self._names.num_kv_heads < self._names.num_heads:
             self._serve(self._key_heads())
@@ -203,7 +209,7 @@ class _PartsOfAttention:
         for letter in "qkv":
             parts += self._side(letter)
         parts += self._output()
-        return parts, self._serves
+        return PartsInParameters(parts, self._serves)
 
     def _key_heads(self) -> list[int]:
         """Return the key head of each query head: 0, 0, 1, 1 of four, or 0, 1, 0, 1 if the groups come first."""

@@ -95,7 +95,8 @@ def range_of(values: Floats) -> Range:
     """Return the range of an array; 0 to 0 without a finite number."""
     if values.size == 0:
         return Range(0.0, 0.0)
-    least, most = float(values.min()), float(values.max())
+    least = float(values.min())
+    most = float(values.max())
     if np.isfinite(least) and np.isfinite(most):
         return Range(least, most)
     unmasked = values[values != -np.inf]

@@ -34,8 +34,9 @@ def to_png(pictures: Sequence[Picture]) -> bytes:
 
     sizes = [size_of(picture) for picture in pictures]
     widths, heights = zip(*sizes, strict=True)
-    size = max(widths), sum(heights)
-    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    width = max(widths)
+    height = sum(heights)
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
     parts = figure.subfigures(len(pictures), 1, squeeze=False, height_ratios=heights)
     for picture, part in zip(pictures, parts[:, 0], strict=True):
         onto(picture, part)
@@ -78,7 +79,8 @@ def _draw(picture: Picture, values: Floats, axes: Axes) -> AxesImage:
     low, high = picture.scale
     colours = "coolwarm" if picture.signed else "viridis"
     image = axes.imshow(numbers, colours, vmin=low, vmax=high)
-    rows, columns = picture.rows, picture.columns
+    rows = picture.rows
+    columns = picture.columns
     axes.set(xlabel=columns.name, ylabel=rows.name)
     height, width = values.shape
     if columns.labels:

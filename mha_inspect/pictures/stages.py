@@ -117,7 +117,9 @@ def _drawable(contents: Mapping[str, Tensor], stage: str) -> Tensor:
             )
         return contents[stage]
     instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
-    way = f"Try {instead}." if instead in contents else f"Its stages: {', '.join(contents) or 'none'}."
+    way = f"Its stages: {', '.join(contents) or 'none'}."
+    if instead in contents:
+        way = f"Try {instead}."
     raise SpecError(f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. {way}")
 
 
@@ -160,7 +162,10 @@ def for_viewer(
             before = sizes.get(name, SizeOfStage(elements=0, panels=0))
             first_item = tensor[0]
             heads = len(first_item) if tensor.dim() == 4 else 1
-            sizes[name] = SizeOfStage(before.elements + first_item.numel(), before.panels + heads)
+            sizes[name] = SizeOfStage(
+                elements=before.elements + first_item.numel(),
+                panels=before.panels + heads,
+            )
     if not sizes:
         return None
     pictures = ((item.name or "attention", _pictures(item, names, labels)) for item in attended)

@@ -52,7 +52,8 @@ class _Drawing:
     """A picture at a given width and number of colours."""
 
     def __init__(self, picture: Picture, width: int, depth: Depth) -> None:
-        self.picture, self.width = picture, width
+        self.picture = picture
+        self.width = width
         self.depth: Depth = depth
         self.is_inked = depth != "none"
         """Whether cells have colours."""
@@ -123,7 +124,8 @@ class _Drawing:
 
     def band(self, names: Sequence[str], panels: Sequence[list[list[int]]], block: tuple[int, int]) -> list[str]:
         """Return panels in a row, between their names and the numbers or labels of their columns."""
-        rows, columns = self.picture.rows, self.picture.columns
+        rows = self.picture.rows
+        columns = self.picture.columns
         rows_in_cell, columns_in_cell = block
         first_row = panels[0][0]
         count = len(first_row)
@@ -185,7 +187,8 @@ class _Drawing:
 
     def pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
         """Return one line of two rows; both are the same row if a cell is a line high."""
-        parts, before = [], ""
+        parts: list[str] = []
+        before = ""
         for above, below in zip(upper, lower, strict=True):
             style, character = self.character(above, below)
             if style != before:
@@ -199,7 +202,8 @@ class _Drawing:
 
     def character(self, above: int, below: int) -> tuple[str, str]:
         """Return the style and the character of two cells, one above the other."""
-        upper, lower = self._code(above), self._code(below)
+        upper = self._code(above)
+        lower = self._code(below)
         if not upper and not lower:
             is_masked = MASKED in (above, below)
             return "", "·" if is_masked else " "
@@ -238,11 +242,13 @@ class _Drawing:
     def _scale(self) -> list[str]:
         """Return the title with the colour scale between its ends."""
         picture = self.picture
-        title, span = picture.title, picture.range
+        title = picture.title
+        span = picture.range
         if span.nan + span.infinite + span.masked == picture.values.size:
             return [f"{title}: every element is masked, NaN or inf"]
         first, last = picture.scale
-        low, high = number(first), number(last)
+        low = number(first)
+        high = number(last)
         if first == last:
             step = self._step_of(first)
             return [f"{title}: every number is {low} {self.swatch(step)}"]
@@ -378,7 +384,8 @@ def _downwards(labels: Iterable[str], zoom: int) -> list[str]:
         columns.append(column[:LONGEST_LABEL])
     lines = []
     for row in zip_longest(*columns, fillvalue=" "):
-        lines.append("".join(_padded(character, zoom) for character in row))
+        padded = [_padded(character, zoom) for character in row]
+        lines.append("".join(padded))
     return lines
 
 

@@ -95,7 +95,9 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
         return largest, 0.0
     for numbers, _ in parts(left, left):
         whole += _square(numbers.double().nan_to_num(0.0, 0.0, 0.0))
-    return largest, math.sqrt(apart) / math.sqrt(whole) if whole else math.inf
+    if not whole:
+        return largest, math.inf
+    return largest, math.sqrt(apart) / math.sqrt(whole)
 
 
 def _square(numbers: Tensor) -> float:
@@ -113,7 +115,8 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.is_meta or not left.numel():
         return True
     bits = _BITS.get(left.element_size(), torch.uint8)  # 16-byte complex numbers: byte by byte
-    left_bits, right_bits = left.detach().flatten().view(bits), right.detach().flatten().view(bits)
+    left_bits = left.detach().flatten().view(bits)
+    right_bits = right.detach().flatten().view(bits)
     for left_part, right_part in parts(left_bits, right_bits):
         low, high = torch.aminmax(left_part - right_part)
         if int(low) != 0 or int(high) != 0:

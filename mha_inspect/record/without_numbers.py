@@ -39,16 +39,30 @@ def described(func: Any, *args: Any, **kwargs: Any) -> Any:
     operands = [arg for arg in args if isinstance(arg, Tensor)]
     first = operands[0]
     if func in _PRODUCTS:
-        return _empty((*first.shape[:-1], operands[1].shape[-1]), first.dtype)
+        *rows, _ = first.shape
+        columns = operands[1].shape[-1]
+        return _empty([*rows, columns], first.dtype)
     shape = _broadcast(operands)
     dtype = kwargs.get("dtype") or _dtype_of(operands)
     if func in _CONTIGUOUS or shape != first.shape or 0 in first.stride():
         return _empty(shape, dtype)
-    # A pointwise operation keeps the order of the dimensions in memory, outermost first.
-    rank = len(shape)
-    order = sorted(range(rank), key=lambda dim: (first.stride(dim), first.shape[dim]), reverse=True)
-    in_memory = _empty([shape[dim] for dim in order], dtype)
-    return in_memory.permute([order.index(dim) for dim in range(rank)])
+    return _in_the_order_of(first, dtype)
+
+
+def _in_the_order_of(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor with the shape of an operand, and its order of dimensions in memory.
+
+    A pointwise operation keeps that order: `x.transpose(1, 2) + 1` is transposed, too.
+    """
+    rank = operand.dim()
+
+    def distance(dim: int) -> tuple[int, int]:
+        """Return the distance of two numbers along a dimension; of two that are alike, the size decides."""
+        return operand.stride(dim), operand.shape[dim]
+
+    outermost_first = sorted(range(rank), key=distance, reverse=True)
+    in_memory = _empty([operand.shape[dim] for dim in outermost_first], dtype)
+    return in_memory.permute([outermost_first.index(dim) for dim in range(rank)])
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -58,7 +72,10 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _broadcast(operands: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the shape of operands that are broadcast against each other: [2, 1, 4] and [3, 1] give [2, 3, 4]."""
     rank = max(tensor.dim() for tensor in operands)
-    shapes = [(1,) * (rank - tensor.dim()) + tuple(tensor.shape) for tensor in operands]
+    shapes = []
+    for tensor in operands:
+        missing = rank - tensor.dim()
+        shapes.append([1] * missing + list(tensor.shape))
     return tuple(map(max, zip(*shapes, strict=True)))
 
 

@@ -31,8 +31,9 @@ def findings_sections(findings: Sequence[Finding]) -> Iterator[Section]:
             title, tone = f"{number}. {finding.check}", "bad"
         else:
             title, tone = f"may be: {finding.check}", "warn"
-        is_verdict = len(findings) == 1
-        sentence = [] if is_verdict else [Paragraph(finding.sentence, tone)]
+        sentence = []
+        if len(findings) > 1:
+            sentence.append(Paragraph(finding.sentence, tone))
         yield _finding(finding, title, sentence)
 
 
@@ -91,7 +92,7 @@ def _finding(finding: Finding, title: str, sentence: Sequence[Paragraph]) -> Sec
 
 def layers_page(report: LayersReport) -> Page:
     """Return the page: a block for each layer; for a single layer also its arguments."""
-    letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
+    letters = [f"{letter} {name}" for letter, name in report.letters.items()]
     several = len(report.layers) > 1
     columns = [
         Column("argument", lambda argument: argument.name, tone="strong"),
@@ -102,7 +103,9 @@ def layers_page(report: LayersReport) -> Page:
     blocks = []
     for layer in report.layers:
         lines = facts(("heads", layer.split), ("parameters", layer.formula), ("source", layer.source))
-        arguments = [] if several else [table(layer.arguments, columns)]
+        arguments = []
+        if not several:
+            arguments.append(table(layer.arguments, columns))
         blocks.append(section(layer.name, Paragraph(layer.summary), lines, *arguments))
     if several:
         way = "mha-inspect layers NAME lists the arguments of a layer for --set."
@@ -112,6 +115,6 @@ def layers_page(report: LayersReport) -> Page:
     return Page(
         "layers",
         f"{text.plural(len(report.layers), 'way')} to write attention, for --layer and for diff",
-        f"parameter counts with biases: {letters}",
+        f"parameter counts with biases: {', '.join(letters)}",
         (*blocks, section("", Paragraph(way, "muted"))),
     )

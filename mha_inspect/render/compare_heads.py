@@ -142,24 +142,22 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
     for group in grouped(counts, _reason_without_sizes):
         numbers = [count.num_heads for count in group]
         heads = f"{', '.join(map(str, numbers))} {'head' if numbers == [1] else 'heads'}"
-        first = group[0]
-        if not first._pieces:
+        first, *others = group
+        if first._pieces is None:
             yield heads, first.reason
             continue
-        start, sizes, _, end = first._pieces
-        for count in group[1:]:
-            _, _, short_sizes, _ = count._pieces or ("", "", "", "")
-            if short_sizes:
-                sizes += f", {short_sizes}"
-        yield heads, f"{start}{sizes}{end}"
+        sizes = first._pieces.sizes
+        for count in others:
+            if count._pieces is not None and count._pieces.brief:
+                sizes += f", {count._pieces.brief}"
+        yield heads, first._pieces._replace(sizes=sizes).sentence
 
 
 def _reason_without_sizes(count: HeadCount) -> object:
     """Return the beginning and the end of a reason, without the sizes between them; the whole reason without sizes."""
-    if not count._pieces:
+    if count._pieces is None:
         return count.reason
-    start, _, _, end = count._pieces
-    return start, end
+    return count._pieces.start, count._pieces.end
 
 
 def _relative_change(count: HeadTraining, name: str) -> str:
@@ -224,7 +222,9 @@ class _Head:
     @property
     def attention(self) -> str:
         """The number of its attention, and its module: `2 decoder.self_attn`."""
-        return "" if self.count.attention is None else f"{self.count.attention} {self.count.module}".rstrip()
+        if self.count.attention is None:
+            return ""
+        return f"{self.count.attention} {self.count.module}".rstrip()
 
 
 def _focus(focus: Focus) -> Section:
@@ -253,7 +253,10 @@ def _timing(timing: Timing) -> Section:
         Column("middle half of runs", _middle_half, "right"),
         Column("runs", lambda count: count.runs, "right", drop=20),
     ]
-    names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
+    names: dict[str, None] = {}
+    for count in timing.counts:
+        for stage in count.flops:
+            names[stage.stage] = None
     for place, name in enumerate(names, 1):
         columns.append(Column(name, partial(_flops, name=name), "right", drop=place))
     detail = f"forward only, {text.plural(timing.threads, 'thread')}; FLOPs of each stage's matrix products"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isinf
+from typing import Any
 
 from .. import text
 from ..reports.diff import (
@@ -25,8 +26,10 @@ from .parts import MEASURED, answered, difference_columns, folded, notes, number
 
 def diff_page(report: DiffReport) -> Page:
     """Return the page: how each side is run, one row per stage, the first difference, and the answer."""
-    left, right = report.left, report.right
-    ours, theirs = left.environment, right.environment
+    left = report.left
+    right = report.right
+    ours = left.environment
+    theirs = right.environment
     made_with = [
         _of_both(ours.device, theirs.device),
         _of_both(ours.dtype, theirs.dtype),
@@ -34,7 +37,10 @@ def diff_page(report: DiffReport) -> Page:
         f"torch {ours.torch}",
     ]
     # What is the left side's alone stands in its label: here it would read as that of both.
-    spec = {name: value for name, value in left.layer.spec.items() if name not in left.settings}
+    spec: dict[str, Any] = {}
+    for name, value in left.layer.spec.items():
+        if name not in left.settings:
+            spec[name] = value
     return Page(
         title=f"layer {left.label} against {right.label}",
         detail=sizes(replace(left.layer, spec=spec)),
@@ -49,12 +55,15 @@ def _of_both(left: str, right: str) -> str:
 
 
 def _sections(report: DiffReport) -> Iterator[Section]:
-    yield section("how PyTorch runs them", facts(("left", _run(report.left)), ("right", _run(report.right))))
+    runs = facts(("left", _run(report.left)), ("right", _run(report.right)))
+    yield section("how PyTorch runs them", runs)
     left_out = [("not copied", reason) for reason in report.weights.left_out]
     yield section("", facts(("weights", report.weights.sentence), *left_out))
     # Without a verdict on the output the weights are unrelated, and the answer says so.
     is_comparable = report.output.verdict is not None
-    detail = _measured(report) if is_comparable else "not compared: the weights are unrelated"
+    detail = "not compared: the weights are unrelated"
+    if is_comparable:
+        detail = _measured(report)
     yield section("stages", *_stages_of_attentions(report.stages), detail=detail)
     if is_comparable:
         yield section("first stage that differs", facts(*_first_difference(report)))
@@ -113,9 +122,11 @@ def _run(side: DiffSide) -> str:
 
 
 def _stages(rows: tuple[StageRow, ...]) -> Table:
-    attention = rows[0].attention if rows else None
+    title = "stage"
+    if rows and rows[0].attention is not None:
+        title = f"attention {rows[0].attention}"
     columns = [
-        Column("stage" if attention is None else f"attention {attention}", lambda row: row.name, tone="strong"),
+        Column(title, lambda row: row.name, tone="strong"),
         Column("left", lambda row: _shape(row.left), tone="shape"),
         Column("left axes", lambda row: _axes(row.left), tone="axes", wide=True, drop=5),
         Column("right", lambda row: _shape(row.right), tone="shape"),
@@ -152,7 +163,10 @@ def _first_difference(report: DiffReport) -> Iterator[tuple[str, str]]:
     row = _first_differing_row(report)
     if row is None:
         is_any_compared = any(row.verdict for row in report.stages)
-        yield "stage", "none: every shared stage is the same" if is_any_compared else "none: the sides share no stage"
+        if is_any_compared:
+            yield "stage", "none: every shared stage is the same"
+        else:
+            yield "stage", "none: the sides share no stage"
         return
     stage = f"{row.name}, {_distance(row)}"
     if row.attention:
@@ -160,7 +174,12 @@ def _first_difference(report: DiffReport) -> Iterator[tuple[str, str]]:
     yield "stage", stage
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
-            yield name, "given" if side.op is None else f"{side.op.name} at {side.op.source}"
+            yield name, _op_of(side)
+
+
+def _op_of(side: StageSide) -> str:
+    """Return the operation that computes a stage, and its line; `given` for an input."""
+    return "given" if side.op is None else f"{side.op.name} at {side.op.source}"
 
 
 def _first_differing_row(report: DiffReport) -> StageRow | None:
@@ -284,7 +303,9 @@ def _parts(parts: Sequence[PartPair]) -> Table:
 
 def _right_module(pair: PartPair) -> str:
     """Return the module on the right if it has another name; else empty."""
-    return "" if pair.left == pair.right else pair.right or _WHOLE_FILE
+    if pair.left == pair.right:
+        return ""
+    return pair.right or _WHOLE_FILE
 
 
 def _most_changed(pair: PartPair) -> str:

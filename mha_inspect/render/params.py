@@ -86,7 +86,8 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     for misfit, tensors in counts.items():
         if tensors:
             fits.append(f"{len(tensors)} {misfit}")
-    yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
+    all_fit = len(fits) == 1
+    yield facts(("tensors", ", ".join(fits)), tone="good" if all_fit else "warn")
     if like.prefix:
         yield facts(("names", _prefixed(like)))
     misfits = [*_misfits(like)]
@@ -353,7 +354,8 @@ def _first_heads(name: str, counts: Sequence[HeadCountColumn]) -> Iterator[_Line
     """Yield a line for each part of a parameter: the slice of head 0 for each head count."""
     parts: dict[str, None] = {}
     for count in counts:
-        parts |= dict.fromkeys(piece.part for piece in count.first_head.get(name, ()))
+        for piece in count.first_head.get(name, ()):
+            parts[piece.part] = None
     for part in parts:
         pieces = [_first_head(count, name, part) for count in counts]
         shapes = [count.shapes.get(name, ()) for count in counts]

@@ -28,7 +28,10 @@ MEASURED: dict[MeasuredAgainst, str] = {
 
 def sizes(layer: LayerInfo) -> str:
     """Return the sizes of a layer and every unusual setting: `embed_dim 512, num_heads 2`."""
-    parts = [f"{name} {layer.spec[name]}" for name in SIZES if layer.spec.get(name) is not None]
+    parts = []
+    for name in SIZES:
+        if layer.spec.get(name) is not None:
+            parts.append(f"{name} {layer.spec[name]}")
     for name, value in layer.spec.items():
         # Dtype and seed stand on the next line, with what the numbers were made with.
         if name in (*SIZES, "dtype", "seed"):
@@ -48,7 +51,12 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
     if environment.torch:
         made_with.append(f"torch {environment.torch}")
     subtitle = ", ".join(filter(None, made_with))
-    return Page(title or f"layer {layer.name}", sizes(layer), subtitle, tuple(sections))
+    return Page(
+        title=title or f"layer {layer.name}",
+        detail=sizes(layer),
+        subtitle=subtitle,
+        sections=tuple(sections),
+    )
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str, whole: tuple[int, ...] | None = None) -> Cell:
@@ -100,9 +108,10 @@ def difference_columns(
     relative: str, drops: tuple[int, int], is_baseline: Callable[[Any], bool] = _never
 ) -> tuple[Column, ...]:
     """Return the columns of a difference: `relative` is the title of the second, `drops` that of the first two."""
+    drop_largest, drop_relative = drops
     return (
-        Column("largest difference", lambda row: number(row.max_abs_difference), "right", drop=drops[0]),
-        Column(relative, lambda row: number(row.relative_difference), "right", drop=drops[1]),
+        Column("largest difference", lambda row: number(row.max_abs_difference), "right", drop=drop_largest),
+        Column(relative, lambda row: number(row.relative_difference), "right", drop=drop_relative),
         Column("× noise", lambda row: multiple(row.times_noise), "right"),
         verdict_column(is_baseline),
     )
@@ -154,8 +163,10 @@ def folded(
     def key(item: Any) -> object:
         if apart(item):
             return id(item)
-        same = {name: alike(getattr(item, name)) for name in names}
-        return replace(item, **same, **dict.fromkeys(merged))
+        same: dict[str, Any] = dict.fromkeys(merged)
+        for name in names:
+            same[name] = alike(getattr(item, name))
+        return replace(item, **same)
 
     functions = {**dict.fromkeys(names, times), **merged}
     folded = []
@@ -183,13 +194,15 @@ def answered(sentences: Sequence[str]) -> Section:
 
 def contents(tensors: Iterable[Any]) -> Iterator[Table | Verbatim]:
     """Yield the table of statistics and the contents, of tensors that have them."""
-    measured, written = [], []
+    measured: list[Any] = []
+    written: list[Verbatim] = []
     for tensor in tensors:
         if tensor.stats is not None:
             measured.append(tensor)
         if tensor.values is not None:
             lines = tuple(tensor.values.text.split("\n"))
-            written.append(Verbatim(lines, tensor.name, text.shape(tensor.shape), tensor.axes))
+            shape = text.shape(tensor.shape)
+            written.append(Verbatim(lines, tensor.name, shape, tensor.axes))
     if measured:
         yield table(measured, _STATISTICS)
     yield from written
@@ -262,8 +275,11 @@ def _kv_heads(rank: Rank) -> str:
 
 def _spans_of(name: str, ranks: Sequence[Rank]) -> str:
     """Return the rows of a part on these ranks, at most three of them: `0–63, …, 448–511`."""
-    spans = [text.span(rank.rows[name]) for rank in ranks if name in rank.rows]
-    places = [*dict.fromkeys(spans)]
+    spans: dict[str, None] = {}
+    for rank in ranks:
+        if name in rank.rows:
+            spans[text.span(rank.rows[name])] = None
+    places = list(spans)
     if len(places) > 2:
         places = [places[0], "…", places[-1]]
     return ", ".join(places)

@@ -36,7 +36,9 @@ def in_color(stream: IO[str] | None) -> bool:
     """
     if asked_color != "auto":
         return asked_color == "always"
-    if os.environ.get("NO_COLOR") or os.environ.get("FORCE_COLOR", "1").casefold() in _NO[1:]:
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "1").casefold() in _NO[1:]:
         return False
     return _forced() or (is_terminal(stream) and os.environ.get("TERM") != "dumb")
 

@@ -319,13 +319,16 @@ def _fitted(table: Table, width: int) -> _Fit:
         else:
             break
     limits = _limits(columns, width)
-    wished = {place: max(columns.bodies[place], first) for place, first in limits.first.items()}
+    wished: dict[int, int] = {}
+    for place, first in limits.first.items():
+        wished[place] = max(columns.bodies[place], first)
     widths = _narrowed(wished, limits.last, width)
     # Texts below a column may have the room that is left.
     for host, guests in columns.below.items():
         needed = sum(_INDENT + columns.bodies[guest] for guest in guests)
         spare = width - _total(widths)
-        widths[host] += max(min(needed - widths[host], spare), 0)
+        more = min(needed - widths[host], spare)
+        widths[host] += max(more, 0)
     return _Fit(table, widths, columns.below, columns.dropped)
 
 
@@ -353,7 +356,8 @@ def _limits(columns: _Columns, width: int) -> _Limits:
     wrapped = columns.widths(columns.wrapped)
     if _total(wrapped) <= width:
         return _Limits(wrapped, wrapped)
-    least, unbroken = columns.widths(columns.least), columns.widths(columns.unbroken)
+    least = columns.widths(columns.least)
+    unbroken = columns.widths(columns.unbroken)
     if _total(unbroken) <= width:
         return _Limits(least, unbroken)
     return _Limits(least, dict.fromkeys(columns.shown, 1))
@@ -394,7 +398,10 @@ def _rows(fit: _Fit, *, ruled: bool) -> RichTable:
         justify = table.columns[place].align
         rows.add_column(_header(fit, place), justify=justify, width=max(width, 1), overflow="fold")
     for number, row in enumerate(table.rows):
-        fields = [_field(table, row, place, fit.below.get(place, ())) for place in fit.widths]
+        fields = []
+        for place in fit.widths:
+            guests = fit.below.get(place, ())
+            fields.append(_field(table, row, place, guests))
         is_total = table.total and number == len(table.rows) - 1
         if is_total:
             rows.add_section()

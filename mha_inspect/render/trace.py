@@ -67,7 +67,9 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
     lines = [*_run(trace)]
-    blocks: list[Block] = [facts(*lines)] if lines else []
+    blocks: list[Block] = []
+    if lines:
+        blocks.append(facts(*lines))
     yield section("", *blocks, *contents(trace.returns))
     yield ranks_section(trace.ranks)
     if trace.plan_code is not None:
@@ -112,7 +114,8 @@ def _returned(trace: Trace) -> str:
     """Return the returned tensors in a line; equal ones are one, and axes that a stage shows are not repeated."""
     stages: set[tuple[str, tuple[int, ...], str]] = set()
     for attention in trace.attentions:
-        stages.update((stage.name, stage.shape, stage.axes) for stage in attention.stages)
+        for stage in attention.stages:
+            stages.add((stage.name, stage.shape, stage.axes))
     texts = []
     for tensor in folded(trace.returns, "name", apart=_has_contents):
         words = [tensor.name, text.shape(tensor.shape)]
@@ -166,7 +169,8 @@ def _first_of(trace: Trace, group: Sequence[int]) -> Section:
 def _layout_of_first(trace: Trace, groups: Iterable[Sequence[int]]) -> list[Paragraph]:
     """Return the explanations of the layout of the first shown attention that has any."""
     for first, *_ in groups:
-        lines = [Paragraph(line, "muted") for line in _layout(trace.attentions[first - 1])]
+        attention = trace.attentions[first - 1]
+        lines = [Paragraph(line, "muted") for line in _layout(attention)]
         if lines:
             return lines
     return []
@@ -224,7 +228,8 @@ def _sequence_first(stages: Iterable[Stage]) -> Iterator[str]:
             turned.append(stage)
     if not turned:
         return
-    first, last = turned[0], turned[-1]
+    first = turned[0]
+    last = turned[-1]
     is_inside_torch = first.op is not None and first.op.source.startswith("torch/")
     layout = "torch works sequence-first inside" if is_inside_torch else "sequence-first"
     yield (
@@ -495,7 +500,9 @@ def _failure(failure: Failure, dtype: str, *, with_ops: bool) -> Iterator[Sectio
         yield section("completed before the failure", _completed(failure.completed, dtype))
     if with_ops and failure.last_ops:
         shown = len(failure.last_ops)
-        detail = "" if shown == failure.num_ops else f"the last {shown} of {failure.num_ops:,}"
+        detail = ""
+        if shown < failure.num_ops:
+            detail = f"the last {shown} of {failure.num_ops:,}"
         yield section("operations", _last_ops(failure.last_ops), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..explained import explain_fields
 from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
+
+
+class ReasonPieces(NamedTuple):
+    """A reason in pieces: head counts with equal start and end share a line of the page. The brief sizes are extra.
+
+    It is a tuple, and so no part of the schema: only pages show it.
+    """
+
+    start: str = ""
+    """`scores differ: `."""
+    sizes: str = ""
+    """The sizes of this head count: `2 heads use 6 features each`."""
+    brief: str = ""
+    """The same in brief, after those of another head count: `4 use 3`."""
+    end: str = ""
+    """`; 1 head uses all 12.`."""
+
+    @property
+    def sentence(self) -> str:
+        """The reason of this head count alone."""
+        return f"{self.start}{self.sizes}{self.end}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +53,8 @@ class HeadCount(Difference):
     """Name of the first stage that differs from the baseline's; None if no stage differs."""
     reason: str
     """One sentence on why the output differs or does not."""
-    _pieces: tuple[str, str, str, str] | None = None
-    """The reason in four pieces, since head counts with equal start and end share a line of the page.
-
-    Start: `scores differ: `; sizes: `2 heads use 6 features each`; short sizes, after those of another head count:
-    `4 use 3`; end: `; 1 head uses all 12.`.
-    """
+    _pieces: ReasonPieces | None = None
+    """The reason in pieces; None for the baseline."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from ...running.subject import Subject
 from ...text import first_line
 from ..comparable_run import Comparison
 from ..diff import Side, diff
-from ..diff_reasons import Where, reasons
+from ..diff_reasons import reasons
 from ..shared_weights import copy_all
+from ..side_words import Where
 from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .replay import first_key
