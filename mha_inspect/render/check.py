@@ -53,8 +53,8 @@ def _sections(report: CheckReport) -> Iterator[Section]:
     if pictures:
         yield section("", *pictures, more=_MORE)
     checks = []
-    if report.held:
-        checks.append(("passed", ", ".join(passed.check for passed in report.held)))
+    if report.passed:
+        checks.append(("passed", ", ".join(passed.check for passed in report.passed)))
     if report.left_out:
         checks.append(("skipped", _skipped(report.left_out)))
     if checks:

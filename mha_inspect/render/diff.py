@@ -246,7 +246,7 @@ def _unpaired(tensors: Sequence[StoredName]) -> Table:
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows. Equal tensors that repeat from layer to layer share a row."""
     columns = [
-        *_both("name", lambda pair: (pair.name, pair.other), tone="strong", wrap=24),
+        *_both("name", lambda pair: (pair.name, pair.right_name), tone="strong", wrap=24),
         *_both("shape", lambda pair: (text.shape(pair.left_shape), text.shape(pair.right_shape)), tone="shape"),
         *_both("dtype", lambda pair: (pair.left_dtype, pair.right_dtype), tone="muted"),
         Column("largest difference", lambda pair: number(pair.max_abs_difference), "right", drop=2, optional=True),
@@ -255,7 +255,7 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
         Column("note", lambda pair: pair.note, optional=True, wrap=16),
     ]
     merged = {"max_abs_difference": _largest, "relative_difference": _largest}
-    rows = folded(pairs, "name", "other", merged=merged, apart=lambda pair: pair.verdict == "differs")
+    rows = folded(pairs, "name", "right_name", merged=merged, apart=lambda pair: pair.verdict == "differs")
     return table(rows, columns)
 
 

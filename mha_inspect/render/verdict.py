@@ -153,8 +153,8 @@ def _of_check(report: CheckReport) -> Paragraph:
     problems, suspicions = _problems(report.findings), _suspicions(report.findings)
     if problems or suspicions:
         return _counted(problems, suspicions)
-    passed = f"{text.plural(len(report.held), 'check')} passed, {len(report.left_out)} skipped"
-    if not report.held:
+    passed = f"{text.plural(len(report.passed), 'check')} passed, {len(report.left_out)} skipped"
+    if not report.passed:
         return Paragraph(f"not judged: {passed}", "warn")
     return Paragraph(f"nothing wrong in {text.plural(report.runs, 'run')}: {passed}", "good")
 

@@ -83,7 +83,7 @@ class CheckReport(Report):
     """The faults, and after them the possible faults."""
     facts: tuple[Fact, ...]
     """Observed properties that may be intended."""
-    held: tuple[PassedCheck, ...]
+    passed: tuple[PassedCheck, ...]
     """The checks that passed."""
     left_out: tuple[SkippedCheck, ...]
     """The checks that were skipped."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ..explained import explain_fields
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised when a key of the JSON output is renamed, removed or changes its meaning."""
 
 Verdict = Literal["same", "differs", "inconclusive"]

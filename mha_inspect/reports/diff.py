@@ -202,7 +202,7 @@ class TensorPair:
 
     name: str
     """Name on the left."""
-    other: str
+    right_name: str
     """Name on the right: the same, or that of a tensor with the same numbers."""
     left_shape: tuple[int, ...]
     """Shape on the left."""

@@ -186,7 +186,7 @@ def check(
         intent=intent.declared(),
         findings=tuple(_sure_first(findings)),
         facts=facts,
-        held=tuple(passed),
+        passed=tuple(passed),
         left_out=tuple(skipped),
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),

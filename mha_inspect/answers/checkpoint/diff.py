@@ -54,7 +54,7 @@ def _left_names(pairs: Iterable[TensorPair]) -> set[str]:
 
 
 def _right_names(pairs: Iterable[TensorPair]) -> set[str]:
-    return {pair.other for pair in pairs}
+    return {pair.right_name for pair in pairs}
 
 
 def _pairs_with_same_name(files: TwoFiles) -> dict[str, TensorPair]:
@@ -121,7 +121,7 @@ def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files
             remaining[name, tensors.right_name] = tensors
     with_orders = []
     for pair in pairs:
-        tensors_of_pair = remaining.pop((pair.name, pair.other), None)
+        tensors_of_pair = remaining.pop((pair.name, pair.right_name), None)
         if tensors_of_pair is None:
             with_orders.append(pair)
         else:
@@ -153,7 +153,7 @@ def _with_exchange(pair: TensorPair, exchanges: Iterable[Exchange]) -> TensorPai
     if pair.verdict != "differs":
         return pair
     for exchange in exchanges:
-        if pair.name not in exchange.left_names or pair.other not in exchange.right_names:
+        if pair.name not in exchange.left_names or pair.right_name not in exchange.right_names:
             continue
         note = exchange.words()
         if pair.note:

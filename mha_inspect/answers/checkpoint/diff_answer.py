@@ -45,7 +45,7 @@ def _has_same_bits(report: CheckpointDiffReport) -> bool:
     """Return whether both sides have the same names with the same bits."""
     if report.only_left or report.only_right:
         return False
-    return all(pair.verdict == "same bits" and pair.name == pair.other for pair in report.tensors)
+    return all(pair.verdict == "same bits" and pair.name == pair.right_name for pair in report.tensors)
 
 
 def _counts(pairs: Sequence[TensorPair]) -> list[str]:
@@ -72,7 +72,7 @@ def _counts(pairs: Sequence[TensorPair]) -> list[str]:
 
 def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
     """Return how many tensors have another name on the right, or are on one side only."""
-    renamed = [pair for pair in report.tensors if pair.name != pair.other]
+    renamed = [pair for pair in report.tensors if pair.name != pair.right_name]
     counts = []
     if renamed:
         counts.append(f"{len(renamed):,} renamed")
@@ -89,10 +89,10 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     on_right = Counter[str]()
     for pair in pairs:
         on_left[pair.name] += 1
-        on_right[pair.other] += 1
+        on_right[pair.right_name] += 1
     notes: dict[str, None] = {}
     for pair in pairs:
-        if on_left[pair.name] > 1 or on_right[pair.other] > 1:
+        if on_left[pair.name] > 1 or on_right[pair.right_name] > 1:
             notes[pair.note] = None
     return list(notes)
 

@@ -59,7 +59,7 @@ def pair_of_other_shape(files: TwoFiles, name: str, right_name: str) -> TensorPa
     left, right = files.left.tensors[name], files.right.tensors[right_name]
     return TensorPair(
         name=name,
-        other=right_name,
+        right_name=right_name,
         left_shape=left.shape,
         right_shape=right.shape,
         left_dtype=left.dtype,
@@ -121,7 +121,7 @@ def moved_pairs(files: TwoFiles, left_paired: Collection[str], right_paired: Col
             continue
         pair = _same_under_another_name(files, name, candidates[stored.shape])
         if pair is not None:
-            del candidates[stored.shape][pair.other]
+            del candidates[stored.shape][pair.right_name]
             yield pair
 
 
