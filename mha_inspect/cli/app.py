@@ -22,7 +22,7 @@ from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
 from .options import OUTPUTS, SHARED, Options, argument
-from .output import give, prepare, write
+from .output import checked_destination, print_and_export, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
 
@@ -291,5 +291,5 @@ def layers(
     ]
     formulas = "".join(layer.formula for layer in listed)
     letters = {letter: name for letter, name in LETTERS.items() if letter in formulas}
-    give(LayersReport(tuple(listed), letters), options, prepare(options, computes=False))
+    print_and_export(LayersReport(tuple(listed), letters), options, checked_destination(options, computes=False))
     return ExitCode.OK

@@ -14,7 +14,7 @@ from . import subject
 from .app import command
 from .help import PROGRAM, page_of_check
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
-from .output import give, prepare, write
+from .output import checked_destination, print_and_export, write
 
 if TYPE_CHECKING:
     from ..render.screen import Tick
@@ -87,12 +87,12 @@ def check(
     subject.check(target, options, "check")
     if reference is not None:
         subject.check_target(reference, options, "check", beside_layer=True)
-    export = prepare(options)
+    export = checked_destination(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         report = _checked(target, options, declared, tick, only=wanted, skip=unwanted)
-    give(report, options, export)
+    print_and_export(report, options, export)
     return _exit_code(report, strict=strict)
 
 

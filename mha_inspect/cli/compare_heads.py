@@ -13,7 +13,7 @@ from ..text import listed, plural, shown
 from . import subject
 from .app import command
 from .options import FAIL_IF, NUMBERS, RETURNED_WEIGHTS, TARGET, Options, counts, option, require_numbers, size
-from .output import Drawn, give, prepare, require_drawable
+from .output import Drawn, checked_destination, print_and_export, require_drawable
 
 if TYPE_CHECKING:
     from ..answers.comparable_run import ComparableRun
@@ -67,7 +67,7 @@ def compare_heads(
     compared = _checked_counts(target, options, counts("heads", heads))
     if picture:
         require_drawable(options)
-    export = prepare(options, draws=picture)
+    export = checked_destination(options, draws=picture)
     attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
@@ -93,7 +93,7 @@ def compare_heads(
     if picture:
         drawn = _drawn(attended, export)
     subject.print_notes(baseline.notes, options)
-    give(report, options, export, drawn)
+    print_and_export(report, options, export, drawn)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
 
 

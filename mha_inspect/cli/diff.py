@@ -13,7 +13,7 @@ from ..text import shown
 from . import subject
 from .app import command
 from .options import FAIL_IF, FORMS, NUMBERS, RETURNED_WEIGHTS, Options, completing, option
-from .output import give, prepare
+from .output import checked_destination, print_and_export
 from .sides import AskedSide, checked_sides, runs
 
 if TYPE_CHECKING:
@@ -80,19 +80,19 @@ def diff(
     report: DiffReport | CheckpointDiffReport
     if _are_checkpoints(left, right):
         count = _checked_files(options, *asked)
-        export = prepare(options)
+        export = checked_destination(options)
         with subject.waiting(options, named):
             from ..answers.checkpoint.diff import diff_of_checkpoints
 
             report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
         sides = checked_sides(options, *asked)
-        export = prepare(options)
+        export = checked_destination(options)
         with subject.running(options, named):
             from ..answers.diff import diff as report_of
 
             report = report_of(*runs(options, *sides))
-    give(report, options, export)
+    print_and_export(report, options, export)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
 
 

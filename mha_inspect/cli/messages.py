@@ -17,7 +17,7 @@ from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_
 from ..making.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 from .help import SHORT
-from .output import unwritable
+from .output import stdout_failure
 from .ranks import place
 
 _LONGEST = 1500
@@ -61,7 +61,7 @@ def explain(error: BaseException) -> ExitCode:
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
     if isinstance(error, OSError):  # from stdout, where Typer prints too, or from a user's file
         if error.filename is None or Path(__file__).parents[1] in Path(os.fsdecode(error.filename)).parents:
-            error = unwritable(error) or error
+            error = stdout_failure(error) or error
         else:
             named = printable(error.filename, 200)
             error = InputError(f"{named} cannot be used: {error.strerror}. Give another file.")

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ..errors import ExitCode, ExportError, MhaInspectError, SpecError
 from ..files.memory import require_loadable
@@ -14,16 +14,22 @@ from ..render.export import Destination
 from ..render.screen import columns, in_color, is_terminal, lines
 from ..text import shown
 from .options import Options, require_numbers
-from .ranks import answers
+from .ranks import prints_answer
 
 if TYPE_CHECKING:
     from ..pictures.grid import Picture
+    from ..render.export import ExportFormat
     from ..render.formats import Format
     from ..reports.common import Report
 
 # Windows reports a closed pipe as EINVAL.
-GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
-FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
+_CLOSED_PIPE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
+"""Numbers of the errors of a write to a pipe whose reader closed it."""
+_FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Numbers of the errors of a write that fails: the disk is full, a file too large, a device broken, a quota used up.
+
+Windows has no quota error.
+"""
 
 
 class ClosedPipeError(MhaInspectError):
@@ -38,12 +44,12 @@ class Drawn:
 
     pictures: tuple[Picture, ...]
     printed: bool = True
-    """Whether they follow the report on stdout; otherwise only the file of --export has them."""
+    """Whether they follow the report on stdout, and in a file of text or a page; otherwise only a PNG has them."""
     viewed: dict[str, Any] | None = None
-    """The content of a page's viewer; None if the page has only the pictures."""
+    """The data of the interactive viewer that replaces the pictures in a page; None without it, and for other files."""
 
     def text(self, stream: IO[str] | None = None) -> str:
-        """Return the pictures as text for a stream, or for a file if it is None."""
+        """Return the pictures as text for a stream, or for a file if it is None: of any width, and without colour."""
         from ..pictures.grid import depth_shown
         from ..pictures.terminal import draw
 
@@ -53,21 +59,26 @@ class Drawn:
 
 
 def require_drawable(options: Options) -> None:
-    """Raise `MhaInspectError` if there are no numbers to draw, or the format has no pictures."""
+    """Raise `MhaInspectError` if there are no numbers to draw (on meta), or only JSON to draw in."""
     if options.json and options.ending not in (".png", ".html"):
         raise SpecError("--picture draws, but --json has no pictures. Drop one of the two, or add --export FILE.png.")
     require_numbers(options.device, "draw")
 
 
-def prepare(options: Options, *, draws: bool | None = None, computes: bool = True) -> Destination | None:
-    """Return the destination of --export, checked before anything is computed; None without --export.
+def checked_destination(options: Options, *, draws: bool | None = None, computes: bool = True) -> Destination | None:
+    """Check what a command needs before it computes anything, and return the destination of --export.
 
-    `draws` is None for a command that has no picture; `computes` says that torch is needed. Raises `MhaInspectError`
-    if the file cannot be written, is a picture although none is drawn, or torch cannot be loaded.
+    None without --export, and on a rank that prints no answer. Raises `MhaInspectError` if the file cannot be written,
+    is a picture although none is drawn, or torch cannot be loaded.
+
+    Args:
+        options: the options of the command.
+        draws: whether pictures are drawn; None for a command without --picture, whose error names another way out.
+        computes: whether the command needs torch.
     """
     if computes:
         require_loadable()
-    if options.export is None or not answers():
+    if options.export is None or not prints_answer():
         return None
     export = Destination.of(options.export)
     if export.format == "png":
@@ -80,21 +91,22 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
     return export
 
 
-def give(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
+def print_and_export(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
     """Print a report on stdout in the chosen format, and write it to the file of --export.
 
-    Raises as `write`. If only the file cannot be written, stdout still has the report.
+    Each of the two is done although the other fails: the file is written first, and its `ExportError` is raised after
+    the report is printed. For stdout this raises as `write`.
     """
     from ..render.formats import to_text
 
     failure: ExportError | None = None
     if export is not None:
         try:
-            export.write(_exported(report, export.format, drawn))
+            export.write(_file_content(report, export.format, drawn))
         except ExportError as error:
             failure = error
     out = sys.stdout
-    format = _printed(options, out)
+    format = _format_for_stdout(options, out)
     text = to_text(report, format, width=columns(out), color=in_color(out), height=lines(out))
     if not options.json and drawn is not None and drawn.printed:
         text += drawn.text(out)
@@ -103,33 +115,39 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
         raise failure
 
 
-def _printed(options: Options, out: IO[str] | None) -> Format:
-    """Return the format for stdout."""
+def _format_for_stdout(options: Options, out: IO[str] | None) -> Format:
+    """Return the format for stdout; `out` is None if the process has no stdout."""
     if options.json:
         return "json"
     return "table" if is_terminal(out) and not options.plain else "plain"
 
 
-def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
-    """Return the content of a file: the report, the pictures, or both."""
+def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
+    """Return the content of the file of --export: the pictures for a PNG, the report for JSON, both for text or a page.
+
+    The bytes are a PNG.
+    """
     from ..render.formats import to_text
 
-    if drawn is None or format == "json":
-        return to_text(report, format)
-    if format == "png":
+    if drawn is not None and format == "png":
         from ..pictures.plot import to_png
 
         return to_png(drawn.pictures)
-    text = to_text(report, format)
+    # A PNG without pictures was refused by `checked_destination`.
+    text = to_text(report, cast("Format", format))
+    if drawn is None or format == "json":  # JSON has no pictures
+        return text
     if drawn.viewed is not None:
         from ..pictures.viewer import with_viewer
 
         return with_viewer(text, drawn.viewed)
     if not drawn.printed:
         return text
+    if format == "plain":
+        return text + drawn.text()
     from ..render.html import with_pre
 
-    return text + drawn.text() if format == "plain" else with_pre(text, drawn.text())
+    return with_pre(text, drawn.text())
 
 
 def write(text: str) -> None:
@@ -145,19 +163,27 @@ def write(text: str) -> None:
         out.write(text.encode(encoding, "backslashreplace").decode(encoding))
         out.flush()
     except OSError as error:
-        raise unwritable(error) or error from None
+        failure = stdout_failure(error)
+        if failure is None:
+            raise
+        raise failure from None
 
 
-def unwritable(error: OSError) -> MhaInspectError | None:
-    """Return the error for a closed pipe or a full disk at stdout; None for any other error."""
-    if error.errno not in GONE + FULL:
+def stdout_failure(error: OSError) -> MhaInspectError | None:
+    """Return what to raise for a closed pipe or a full disk at stdout, and silence stdout; None for any other error."""
+    if error.errno not in _CLOSED_PIPE + _FULL_DISK:
         return None
-    try:  # point stdout to the null device, so that Python does not try again at exit and complain
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass
-    if error.errno in GONE:
+    _silence_stdout()
+    if error.errno in _CLOSED_PIPE:
         return ClosedPipeError()
     return ExportError(f"stdout could not be written: {error.strerror}. Free some space, or redirect stdout elsewhere.")
+
+
+def _silence_stdout() -> None:
+    """Point stdout to the null device: Python writes what is left at exit, and would complain about it again."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # stdout is no file, e.g. in a notebook, or it is closed
+        pass

@@ -15,7 +15,7 @@ from ..text import shown
 from . import subject
 from .app import command
 from .options import RETURNED_WEIGHTS, TARGET, Options, option, require_ranks, size
-from .output import give, prepare
+from .output import checked_destination, print_and_export
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -73,10 +73,10 @@ def params(
     require_ranks(ranks, per_head=per_head)
     if ranks is not None and len(heads) > 1:
         raise _nothing_to_cut(ranks)
-    export = prepare(options, computes=True)
+    export = checked_destination(options, computes=True)
     asked = {"show": subject.show(options), "per_head": per_head}
     report = _of_module(target, options, heads, asked, ranks)
-    give(report, options, export)
+    print_and_export(report, options, export)
     return ExitCode.OK
 
 
@@ -88,9 +88,9 @@ def _params_of_file(text: str, options: Options, like: str | None, *, per_head: 
         raise _nothing_to_cut(ranks)
     reads = options.stats or options.values
     show = subject.show(options)
-    export = prepare(options, computes=reads or like is not None)
+    export = checked_destination(options, computes=reads or like is not None)
     report = _of_checkpoint(text, options, like, {"show": show if reads else None, "per_head": per_head})
-    give(report, options, export)
+    print_and_export(report, options, export)
     return ExitCode.OK
 
 

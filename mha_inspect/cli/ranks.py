@@ -41,7 +41,7 @@ def place() -> Place | None:
     return Place(int(rank), int(world))
 
 
-def answers() -> bool:
+def prints_answer() -> bool:
     """Return whether this process prints the answer: it is alone, or rank 0."""
     here = place()
     return here is None or here.rank == 0

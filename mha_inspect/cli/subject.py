@@ -18,7 +18,7 @@ from ..render.screen import Tick, progress
 from ..text import did_you_mean, first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
-from .output import give
+from .output import print_and_export
 from .process import resume_collection
 from .ranks import place, with_group
 
@@ -218,7 +218,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         trace = None if failed is None or place() is not None else _failed_trace(failed, options)
         if trace is None or trace.failure is None:
             raise
-        give(trace, options, None)
+        print_and_export(trace, options, None)
         cause, failed_call = trace.failure.cause, cast("TargetFailedError", error)
         if cause is None or failed_call.is_tried:
             raise

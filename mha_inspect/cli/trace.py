@@ -16,8 +16,8 @@ from ..text import did_you_mean, shown
 from . import subject
 from .app import command
 from .options import TARGET, Options, file, option, require_ranks, size
-from .output import Drawn, give, prepare, require_drawable
-from .ranks import answers, of_all_ranks, place
+from .output import Drawn, checked_destination, print_and_export, require_drawable
+from .ranks import of_all_ranks, place, prints_answer
 
 if TYPE_CHECKING:
     from ..pictures.grid import Picture
@@ -99,8 +99,8 @@ def trace(
     require_ranks(ranks, decode=decode is not None, picture=picture is not None)
     loop = None if decode is None else _Loop(decode, cache, positions)
     wanted = _wanted(options, picture, head, tokens)
-    export = prepare(options, draws=wanted is not None)
-    options.quiet = options.quiet or not answers()
+    export = checked_destination(options, draws=wanted is not None)
+    options.quiet = options.quiet or not prints_answer()
     try:
         report, run = _traced(target, options, loop, keep=wanted is not None, ranks=ranks, plan=plan)
     except DoesNotFitError as error:
@@ -110,12 +110,12 @@ def trace(
         wanted = None
         report, run = _traced(target, options, loop)
     if run is None:  # every rank that raised prints its failure
-        give(report, options, export)
+        print_and_export(report, options, export)
         return ExitCode.CONDITION
-    if not answers():
+    if not prints_answer():
         return ExitCode.OK
     report = choose(report, attention)
-    give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
+    print_and_export(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     return _exit_code(report, fail_if)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..record.catalog import about
-from ..record.ops import RESULT, Kernel, Kind, Op, Recording, TensorRef
+from ..record.ops import RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
 from ..record.rounding import Rounding, max_difference, rounding_error
 from ..record.sight import Sight, sight_of
 from .attention import Attention
@@ -507,7 +507,7 @@ class _Rewriter:
 
     def _link(self, last: TensorRef, result: TensorRef, maker: Op) -> None:
         """Add the link from the last step to what the run gave."""
-        self._add(RESULT, (last,), {"kernel": maker.name}, (last,), result, "copy", maker, pointwise=False)
+        self._add(RESULT_LINK, (last,), {"kernel": maker.name}, (last,), result, "copy", maker, pointwise=False)
 
     def _add(
         self,

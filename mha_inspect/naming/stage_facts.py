@@ -1,4 +1,9 @@
-"""Describe each stage of an attention from its recording: its formula, its cost, and whether its memory is new."""
+"""Describe each stage of an attention from its recording: its formula, its cost, and whether its memory is new.
+
+A stage is a tensor of an attention with a name, e.g. `q_heads`; `pattern.STAGES` has all names. A side is what a
+projection makes: `query`, `key`, `value` or `output`. The way to a stage are the operations from the stages that it is
+made of. `Attention` explains the turns of a loop over heads, and the pieces of an attention that is computed in turn.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,10 @@ from .score_formulas import joint_text, masked_text, scale_text, weighed_text
 
 _INPUTS = ("query", "key", "value")
 _PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
-"""Stage to the projection that makes it."""
-_BEFORE: dict[str, tuple[str, ...]] = {
+"""Stage to the side whose projection makes it."""
+_SIDE_OF_HEADS = {"q_heads": "query", "k_heads": "key", "v_heads": "value"}
+"""Stage to the side whose projection it splits into heads."""
+_MADE_OF: dict[str, tuple[str, ...]] = {
     "q_heads": ("q_proj", "query"),
     "k_heads": ("k_proj", "key"),
     "v_heads": ("v_proj", "value"),
@@ -31,14 +38,13 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "concat": ("context",),
     "output": ("concat", "context"),
 }
-"""Stage to the stages that it may be made of."""
+"""Stage to the stages that it may be made of. The first of them that the attention has is its source."""
 _REORDERS = ("flip", "roll", "index_select")
 """Copies in another order of one axis, which no pattern of axes shows."""
-_SIDES = {"q_heads": "query", "k_heads": "key", "v_heads": "value"}
 
 
 class StageFacts:
-    """Formula, operations and memory of the stages of one attention."""
+    """Formula, floating-point operations and memory of the stages of one attention."""
 
     def __init__(
         self,
@@ -48,7 +54,15 @@ class StageFacts:
         inner: InnerSteps | None = None,
         group: int = 1,
     ) -> None:
-        """Take the axes of each stage, and the number of query heads that share a key head."""
+        """Take one attention of a recording and the names that were found for it.
+
+        Args:
+            graph: the recording with its dataflow.
+            attention: an attention in it.
+            axes: stage to its axes, e.g. `batch query (heads head_dim)`. Only formulas need them.
+            inner: the norms, rotations and caches between projections and scores; by default none.
+            group: the number of query heads that share a key head.
+        """
         self._graph = graph
         self._attention = attention
         self._axes = axes
@@ -58,12 +72,13 @@ class StageFacts:
     # -- formulas -----------------------------------------------------------------------------------------------------
 
     def formula(self, stage: str, *, brief: bool = False) -> str:
-        """Return the formula with the real numbers, or an einops pattern where elements only move.
+        """Return the formula of a stage with the numbers of the run, or an einops pattern where elements only move.
 
-        A `brief` formula says `split` or `merge` instead of the pattern.
+        Examples are `q_heads · k_headsᵀ / √64` and `batch query (heads head_dim) -> batch heads query head_dim`. A
+        `brief` formula says `split` or `merge` instead of the pattern.
         """
         if stage in _INPUTS:
-            return self._given(stage)
+            return self._input(stage)
         if stage in _PROJECTED:
             return self._projection(stage)
         if stage == "scores":
@@ -79,8 +94,11 @@ class StageFacts:
             return f"{text}, joined with those of another projection"
         return text
 
-    def _given(self, stage: str) -> str:
-        """Return where an input comes from: `the query`, `given`, or `x, then mean` if it is pooled before."""
+    def _input(self, stage: str) -> str:
+        """Return where a query, key or value comes from.
+
+        `the query` if it is the same tensor, `the input, then mean` if it is pooled before, else as `_origin`.
+        """
         stages = self._attention.stages
         tensor = stages[stage]
         for earlier in _INPUTS[: _INPUTS.index(stage)]:
@@ -93,7 +111,11 @@ class StageFacts:
         return f"{source}, then {', '.join(names)}"
 
     def _origin(self, tensor: TensorRef) -> str:
-        """Return where the first stage of a side comes from: `given` for an input or the result of another layer."""
+        """Return where a tensor that is made of no stage comes from.
+
+        `given` for an input of the forward or what depends on one, e.g. the result of another layer; `the parameter
+        latents`; `the buffer table`.
+        """
         recording = self._graph.recording
         if self._graph.comes_from_inputs(tensor):
             return "given"
@@ -109,14 +131,17 @@ class StageFacts:
         return "computed from no input"
 
     def _projection(self, stage: str) -> str:
-        """Return the formula of a projection: `query · W_qᵀ + b_q`."""
+        """Return the formula of a projection, `query · W_qᵀ + b_q`, with low-rank projections and a cache before it.
+
+        Example: `(cache (12) + key, through 1 down-projection (1)) · W_kᵀ`.
+        """
         side = _PROJECTED[stage]
         letter = side[0]
         op = self._attention.projections[side]
         source = self._projected_source(side, op)
-        earlier = len(self._attention.earlier.get(side, ()))
-        if earlier:
-            source += f", through {earlier} {_counted('down-projection', earlier)}"
+        low_rank = len(self._attention.earlier.get(side, ()))
+        if low_rank:
+            source += f", through {low_rank} {_counted('down-projection', low_rank)}"
         cache = self._cache_before(stage)
         if cache is not None:
             source = f"(cache ({cache.past}) + {source} ({cache.new}))"
@@ -144,19 +169,22 @@ class StageFacts:
         return last is not None and self._graph.adds_bias(last)
 
     def _cache_before(self, stage: str) -> Cache | None:
-        """Return the cache of what a projection reads, e.g. of latents; None if the projected keys are cached."""
+        """Return the cache before the projection to `k_proj` or `v_proj`, e.g. of latents; None if it comes after.
+
+        If the projected stage has the keys of all calls, they were cached before their projection.
+        """
         cache = self._steps_to(f"{stage[0]}_heads").cache
         if cache is None or not cache.past:
             return None
-        slots = cache.past + cache.new + cache.empty
-        return cache if self._keys_in(stage) == slots else None
+        keys_of_all_calls = cache.past + cache.new + cache.empty
+        return cache if self._keys_in(stage) == keys_of_all_calls else None
 
     def _steps_to(self, stage: str) -> OperandSteps:
-        """Return the norm, the rotation and the cache on the way to a stage by heads."""
+        """Return the norm, the rotation and the cache on the way to `q_heads`, `k_heads` or `v_heads`."""
         return self._inner.operands.get(stage, OperandSteps())
 
     def _keys_in(self, stage: str) -> int | None:
-        """Return the number of keys in a stage, `batch key embed`; None if no dimension has only keys."""
+        """Return the number of keys in a stage, e.g. `batch key embed`; None if no dimension has keys alone."""
         dims = dims_of(self._axes[stage])
         if ["key"] not in dims:
             return None
@@ -173,7 +201,7 @@ class StageFacts:
     def _weights(self, *, brief: bool) -> str:
         """Return the formula of the weights: `softmax(scores)`, or in brief `softmax` where scores were masked."""
         attention = self._attention
-        scores = self._last_scores()
+        scores = self._name_of_last_scores()
         if attention.weighing:
             return weighed_text(self._graph, attention, scores)
         softmax = "softmax over the queries" if attention.over_queries else "softmax"
@@ -181,22 +209,22 @@ class StageFacts:
             return softmax
         return f"{softmax}({self._softmaxed(scores)})"
 
-    def _last_scores(self) -> str:
-        """Return the stage that the weights are made of."""
+    def _name_of_last_scores(self) -> str:
+        """Return the name of the scores that the weights are made of."""
         return "masked_scores" if "masked_scores" in self._attention.stages else "scores"
 
     def _softmaxed(self, scores: str) -> str:
-        """Return what the softmax is computed of, with what happens to the exponentials before they are summed.
+        """Return the argument of the softmax, given the name of the scores: `scores`, `[mask(scores + bias), sinks]`.
 
-        An exponential that is set to zero has a score that is masked out: `softmax(mask(scores))`. One that is
-        multiplied by a number has a score with its logarithm added: `softmax(scores + bias)`.
+        The code may change the exponentials before they are summed. The formula has the change of the scores that does
+        the same: where an exponential is set to zero, a mask; where it is multiplied by a number, a bias.
         """
         attention = self._attention
         text = f"{scores}{scale_text(attention.weights_scale)}"
         if attention.has_factors:
             text = f"{text} + bias"
-        has_mask = attention.seen is not None and not bool(attention.seen.all())
-        if has_mask and scores == "scores":
+        masks_exponentials = attention.seen is not None and not bool(attention.seen.all())
+        if masks_exponentials and scores == "scores":  # `masked_scores` are masked by name
             text = f"mask({text})"
         if attention.sinks is not None:
             text = f"[{text}, sinks]"
@@ -208,23 +236,29 @@ class StageFacts:
         if attention.divided is not None:
             return self._divided_context()
         weights = self._averaging_weights()
-        changing = filter(self._changes, attention.weights_path)
+        changing = filter(self._changes_weights, attention.weights_path)
         changes = dict.fromkeys(op.base_name.rstrip("_") for op in changing)
         if not changes:
             return f"{weights} · v_heads"
         return f"({weights}, then {', '.join(changes)}) · v_heads"
 
     def _divided_context(self) -> str:
-        """Return the formula of a context that is divided by the sum of the weights: `exp(scores) · v_heads / Σ …`."""
+        """Return the formula of a context that is divided at the end: `exp(scores) · v_heads / Σ exp(scores)`.
+
+        The divisor is `…` if it is not the sum of these exponentials: values that are all one then give no ones.
+        """
         attention = self._attention
-        exponentials = f"exp({self._last_scores()})"
+        exponentials = f"exp({self._name_of_last_scores()})"
         if any(op.index > attention.softmax.index for op in attention.masks):
             exponentials = f"mask({exponentials})"
         total = f"Σ {exponentials}" if attention.average_of_ones is None else "…"
         return f"{exponentials} · v_heads / {total}"
 
     def _averaging_weights(self) -> str:
-        """Return the factor of the values: `weights`, `dropout(weights)`, `mix((weights · weights))`."""
+        """Return the factor of the values: `weights`, `dropout(weights)`, `mix((weights · weights))`.
+
+        `mix` is a projection that mixes the heads. `weights · weights` is the matrix product of the weights.
+        """
         attention = self._attention
         text = "dropout(weights)" if self.drops() else "weights"
         power = 1
@@ -238,7 +272,7 @@ class StageFacts:
     # -- what happens to the weights and the keys ---------------------------------------------------------------------
 
     def has_other_keys(self) -> bool:
-        """Return whether the scores are joined with scores of other keys from a second product, instead of sinks."""
+        """Return whether the scores are joined with those of other keys, by a second product, and not with sinks."""
         sinks = self._attention.sinks
         if sinks is None:
             return False
@@ -260,9 +294,9 @@ class StageFacts:
 
     def drops(self) -> bool:
         """Return whether there is a dropout between the softmax and the product with the values."""
-        return any(map(self._drops, self._attention.weights_path))
+        return any(map(self._is_dropout, self._attention.weights_path))
 
-    def _drops(self, op: Op) -> bool:
+    def _is_dropout(self, op: Op) -> bool:
         """Return whether an operation is a dropout, or multiplies by a random mask as in a decomposed dropout."""
         if op.does("draws"):
             return True
@@ -279,51 +313,52 @@ class StageFacts:
             op = self._graph.recording.producer(op.inputs[0])
         return op is not None
 
-    def _changes(self, op: Op) -> bool:
+    def _changes_weights(self, op: Op) -> bool:
         """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
         if not (_computes_elements(op) or _picks_by_index(op)):
             return False
         if any(mixing.op is op for mixing in self._attention.mixed_weights):
             return False
-        # Noise is made beside the weights.
+        # `rand_like(weights)` makes new numbers of the shape of the weights, and does not change them.
         if op.base_name.endswith("_like"):
             return False
         if op.outputs and self._is_drawn(op.output):
             return False
-        return not self._drops(op)
+        return not self._is_dropout(op)
 
     def joins_projections(self, stage: str) -> bool:
-        """Return whether heads are joined, along their positions, with those of a projection by other weights."""
-        projection = self._attention.projections.get(_SIDES.get(stage, ""))
+        """Return whether heads are joined, along their positions, with those of a projection by another parameter."""
+        projection = self._attention.projections.get(_SIDE_OF_HEADS.get(stage, ""))
         if projection is None:
             return False
-        weights = self._weights_of(projection)
+        own = self._parameters_of(projection)
         for op in self._way_to(stage):
             if not _joins_positions(op):
                 continue
             for tensor in op.inputs:
-                others = list(self._weights_behind(tensor))
-                if others and all(weights.isdisjoint(storages) for storages in others):
+                others = list(self._parameters_behind(tensor))
+                if others and all(own.isdisjoint(storages) for storages in others):
                     return True
         return False
 
-    def _weights_of(self, projection: Op) -> set[int]:
+    def _parameters_of(self, projection: Op) -> set[int]:
         """Return the storages of the parameters that a projection reads."""
         return {tensor.storage for tensor in projection.inputs if self._graph.is_weight(tensor)}
 
-    def _weights_behind(self, tensor: TensorRef) -> Iterator[set[int]]:
-        """Yield the storages of the parameters of each projection that a tensor comes from."""
+    def _parameters_behind(self, tensor: TensorRef) -> Iterator[set[int]]:
+        """Yield the storages of the parameters of each of the nearest projections that a tensor comes from."""
         for step in self._graph.back(tensor, lambda op: not self._graph.is_projection(op)):
             op = self._graph.recording.producer(step.tensor)
             if op is not None and self._graph.is_projection(op):
-                yield self._weights_of(op)
+                yield self._parameters_of(op)
 
     # -- cost and memory ----------------------------------------------------------------------------------------------
 
     def flops(self, stage: str) -> int:
         """Return the floating-point operations of the stage's matrix products; a multiply-add counts as two.
 
-        The cost of one product for several stages (a packed projection) is divided by their numbers of elements.
+        The cost of one product for several stages (a packed projection) is divided by their numbers of elements, or
+        equally among stages that are the same tensor.
         """
         attention = self._attention
         if stage == "scores":
@@ -335,15 +370,15 @@ class StageFacts:
         op = attention.projections.get(_PROJECTED.get(stage, ""))
         if op is None:
             return 0
-        part = attention.stages[stage].numel / max(op.output.numel, 1)
+        share = attention.stages[stage].numel / max(op.output.numel, 1)
         if stage == "output":
-            # Of the output a rank may keep a piece.
-            part = max(part, 1.0)
-        flops = _product_flops(op) * part
-        return round(flops / self._stages_alike(stage, op))
+            # A rank that computes the whole product may keep a piece of it. The whole cost is that of the output.
+            share = max(share, 1.0)
+        flops = _product_flops(op) * share
+        return round(flops / self._count_of_same_tensor(stage, op))
 
-    def _stages_alike(self, stage: str, op: Op) -> int:
-        """Return how many stages are the same tensor as this one, made by the same projection."""
+    def _count_of_same_tensor(self, stage: str, op: Op) -> int:
+        """Return how many stages are the same tensor as this one, itself included, made by the same projection."""
         attention = self._attention
         tensor = attention.stages[stage]
         count = 0
@@ -366,10 +401,13 @@ class StageFacts:
         return "copy"
 
     def _way_to(self, stage: str) -> list[Op]:
-        """Return the operations between a stage and the stages that it is made of, in order."""
+        """Return the operations that make a stage of the stages before it, in order.
+
+        Where an earlier stage is missing, the way begins with the projection that it would have come from.
+        """
         attention = self._attention
         sources = self._sources_of(stage)
-        projection = attention.projections.get(_SIDES.get(stage, ""))
+        projection = attention.projections.get(_SIDE_OF_HEADS.get(stage, ""))
         ops: dict[int, Op] = {}
         queue = [attention.stages[stage]]
         while queue:
@@ -378,7 +416,7 @@ class StageFacts:
             if op is None or op.index in ops or tensor.id in sources:
                 continue
             ops[op.index] = op
-            if self._continues_before(op, projection):
+            if self._continues_through(op, projection):
                 queue += op.inputs
         return [ops[index] for index in sorted(ops)]
 
@@ -390,13 +428,16 @@ class StageFacts:
             turns += attention.turns
         sources: set[int] = set()
         for turn in turns:
-            for name in (*_BEFORE.get(stage, ()), *_INPUTS):
+            for name in (*_MADE_OF.get(stage, ()), *_INPUTS):
                 if name in turn.stages:
                     sources.add(turn.stages[name].id)
         return sources
 
-    def _continues_before(self, op: Op, projection: Op | None) -> bool:
-        """Return whether the inputs of an operation are on the way too: those of the projection are not."""
+    def _continues_through(self, op: Op, projection: Op | None) -> bool:
+        """Return whether what makes the inputs of an operation is on the way too: not if it is a projection.
+
+        Exceptions are projections after that of the side, and products with one matrix for each head.
+        """
         if projection is not None and op.index > projection.index:
             return True
         return self._graph.is_by_head(op) or not self._graph.is_projection(op)
@@ -404,28 +445,32 @@ class StageFacts:
     # -- stages that move elements ------------------------------------------------------------------------------------
 
     def _rearranged(self, stage: str, *, brief: bool) -> str:
-        """Return how a stage rearranges its source, with anything computed or repeated on the way."""
+        """Return how a stage rearranges its source, with what is computed, joined or repeated on the way.
+
+        Examples for `k_heads`: `batch key (heads head_dim) -> batch heads key head_dim`, `rotary(k_proj in heads)`.
+        """
         stages = self._attention.stages
-        present = [name for name in _BEFORE[stage] if name in stages]
+        present = [name for name in _MADE_OF[stage] if name in stages]
         if not present:
             return self._origin(stages[stage])
         source = present[0]
         ops = self._way_to(stage)
         if stage == "concat":
-            beside = self._beside_contexts(source, ops)
-            if beside is not None:
-                return beside
+            joined = self._joined_contexts(source, ops)
+            if joined is not None:
+                return joined
         computed = self._computed(stage, source, ops)
         steps = self._steps_to(stage)
         if computed or steps != OperandSteps():
-            return self._in_heads(stage, source, steps, computed, brief=brief)
+            return self._computed_heads(stage, source, steps, computed, brief=brief)
         moved = self._moved(source, stage, brief=brief)
-        return moved + self._grown(source, stage, brief=brief)
+        return moved + self._added(source, stage, brief=brief)
 
-    def _beside_contexts(self, source: str, ops: Sequence[Op]) -> str | None:
-        """Return what the context is joined with in `concat`; None if it is alone.
+    def _joined_contexts(self, source: str, ops: Sequence[Op]) -> str | None:
+        """Return what the context is joined with in `concat`; None if `concat` is this context alone.
 
-        Example: `contexts of 4 heads side by side`, with `batch query head_dim` of one turn of a loop each.
+        Example: `contexts of 4 heads side by side` if each turn of a loop gives the context of one head, `batch query
+        head_dim`.
         """
         attention = self._attention
         if attention.branches:
@@ -437,8 +482,10 @@ class StageFacts:
         if after <= before or not (joins or writes):
             return None
         if not joins and len(writes) == 1:
+            # One write into a larger tensor, whose other elements are of other positions.
             return "context in heads, beside other positions"
         if not all(map(_joins_equal_shapes, joins)):
+            # What the context is joined with has another shape, so it is no context.
             return "context in heads, beside other features"
         parts = "ranks" if any(op.is_collective for op in ops) else "attentions"
         return f"contexts of {after // max(before, 1)} {parts} side by side"
@@ -465,7 +512,11 @@ class StageFacts:
         return [name for name in in_order if name]
 
     def _moved(self, source: str, stage: str, *, brief: bool) -> str:
-        """Return an einops pattern, `batch query (heads head_dim) -> batch heads query head_dim`, or a word for it."""
+        """Return how elements only move from a source to a stage.
+
+        An einops pattern, e.g. `batch query (heads head_dim) -> batch heads query head_dim`, or in brief a word for it.
+        `k_proj in heads` if no pattern says it, and the source's own name if nothing moves.
+        """
         stages = self._attention.stages
         before, after = stages[source], stages[stage]
         left, right = self._axes[source], self._axes[stage]
@@ -474,9 +525,9 @@ class StageFacts:
         pattern = rearrangement(left, right, (before.shape, after.shape))
         if not pattern:
             return f"{source} in heads"
-        return _brief_move(stage) if brief else pattern
+        return _split_or_merge(stage) if brief else pattern
 
-    def _in_heads(
+    def _computed_heads(
         self,
         stage: str,
         source: str,
@@ -485,41 +536,59 @@ class StageFacts:
         *,
         brief: bool,
     ) -> str:
-        """Return the norm, the rotation, the cache and the repeated heads on the way to a stage.
+        """Return what a stage is computed by from its source: norm, rotation, cache, repeated heads.
 
-        A brief text lists them: `split, rms_norm, rotary`.
+        Example: `cache (12) + rotary(k_proj in heads) (1), each head repeated 4 times`. A brief text lists the steps:
+        `split, rms_norm, rotary`.
+
+        Args:
+            stage: the stage, in heads.
+            source: the stage that it is made of.
+            steps: the norm and the cache on the way.
+            computed: the names of what is computed on the way, in order: `rms_norm`, `rotary`.
+            brief: whether to list the steps only.
         """
-        names = (_brief_move(stage), *computed)
+        names = (_split_or_merge(stage), *computed)
         text = ", ".join(names) if brief else _applied(source, steps.norm, computed)
         cache = steps.cache
-        if cache is not None and self._cache_before(source) is None:
-            text += self._further_keys(stage, source, cache)
+        is_in_formula_of_source = self._cache_before(source) is not None
+        if cache is not None and not is_in_formula_of_source:
+            text += self._keys_of_others(stage, source, cache)
             text = _with_cache(text, cache)
         return text + self._repeated(stage, brief=brief)
 
-    def _further_keys(self, stage: str, source: str, cache: Cache) -> str:
-        """Return how many keys of this call are not of the projection, e.g. those of global tokens; empty for none."""
+    def _keys_of_others(self, stage: str, source: str, cache: Cache) -> str:
+        """Return how many keys of this call are not of the source, e.g. those of global tokens; empty for none.
+
+        Example: `, plus 2 further keys`.
+        """
         keys = self._keys_in(source)
         if keys is None or keys >= cache.new:
             return ""
         more = cache.new - keys
-        return f", plus {more} further {_counted(_unit(stage), more)}"
+        return f", plus {more} further {_counted(_position_word(stage), more)}"
 
-    def _grown(self, source: str, stage: str, *, brief: bool) -> str:
-        """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
-        words = _words_of(self._axes[stage])
-        if stage in ("k_heads", "v_heads") and "query" in words:
+    def _added(self, source: str, stage: str, *, brief: bool) -> str:
+        """Return what a stage has more than its source: keys of the layer's own, repeated heads; empty for nothing.
+
+        Examples: `, plus 1 appended key`, `, each head repeated 4 times`, `, gathered for each query`.
+        """
+        names = _axis_names_in(self._axes[stage])
+        if stage in ("k_heads", "v_heads") and "query" in names:
             return ", gathered for each query"
         before, after = self._keys_in(source), self._keys_in(stage)
-        # A key several times is one in overlapping windows, or one of another projection.
-        repeats_keys = "windows" in words or self.joins_projections(stage)
-        if before is None or after is None or repeats_keys or after <= before:
+        # More keys are no keys of the layer's own if windows overlap, or if another projection made them.
+        has_keys_of_input = "windows" in names or self.joins_projections(stage)
+        if before is None or after is None or has_keys_of_input or after <= before:
             return self._repeated(stage, brief=brief)
-        return f", plus {self._more(source, stage, after - before)}"
+        return f", plus {self._added_positions(source, stage, after - before)}"
 
-    def _more(self, source: str, stage: str, more: int) -> str:
-        """Return how many keys or values the layer has of its own, and where: `2 prepended keys`, `1 appended key`."""
-        word = _counted(_unit(stage), more)
+    def _added_positions(self, source: str, stage: str, more: int) -> str:
+        """Return how many keys or values are added, and where: `2 prepended keys`, `1 appended key`.
+
+        They are called appended if they are not seen to be concatenated, e.g. if they are written into memory.
+        """
+        word = _counted(_position_word(stage), more)
         first, last = self._joined_positions(source, stage)
         if first + last != more or not first:
             return f"{more} appended {word}"
@@ -545,10 +614,13 @@ class StageFacts:
         return first, last
 
     def _repeated(self, stage: str, *, brief: bool) -> str:
-        """Return how often each key or value head is repeated for its query heads; empty if it is not."""
+        """Return how often each key or value head is repeated for its query heads; empty if it is not.
+
+        Without `heads` or `group` among the axes of the stage, there is no axis along which heads are repeated.
+        """
         if self._group < 2 or stage not in ("k_heads", "v_heads"):
             return ""
-        if _words_of(self._axes[stage]).isdisjoint(("heads", "group")):
+        if _axis_names_in(self._axes[stage]).isdisjoint(("heads", "group")):
             return ""
         return f", ×{self._group}" if brief else f", each head repeated {self._group} times"
 
@@ -556,7 +628,7 @@ class StageFacts:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-def _brief_move(stage: str) -> str:
+def _split_or_merge(stage: str) -> str:
     """Return the word for the rearrangement to a stage."""
     return "merge" if stage == "concat" else "split"
 
@@ -566,7 +638,7 @@ def _applied(source: str, norm: QKNorm | None, computed: list[str]) -> str:
     text = f"{source} in heads"
     norm_name = "" if norm is None else f"{norm.kind}_norm"
     if norm is not None and norm.over == "all" and computed[:1] == [norm_name]:
-        # A norm over the features of all heads comes before they are split.
+        # A norm over the features of all heads comes before the heads are split, so it is inside.
         text = f"{norm_name}({source}) in heads"
         computed = computed[1:]
     functions = ("rotary", norm_name)
@@ -594,7 +666,7 @@ def _with_cache(text: str, cache: Cache) -> str:
     return text
 
 
-def _unit(stage: str) -> str:
+def _position_word(stage: str) -> str:
     """Return what the positions of a stage by heads are: `value` or `key`."""
     return "value" if stage == "v_heads" else "key"
 
@@ -604,7 +676,7 @@ def _counted(word: str, number: int) -> str:
     return word if number == 1 else f"{word}s"
 
 
-def _words_of(pattern: str) -> set[str]:
+def _axis_names_in(pattern: str) -> set[str]:
     """Return the names of all axes in a pattern: batch, heads, key for `(batch heads) key`."""
     return {word for dim in dims_of(pattern) for word in dim}
 
@@ -614,10 +686,10 @@ def _words_of(pattern: str) -> set[str]:
 
 def _has_a_name(op: Op) -> bool:
     """Return whether a formula names an operation: it computes numbers, or changes the order of elements."""
-    return (_computes(op) or _reorders(op)) and not _moves_in_place(op)
+    return (_computes(op) or _reorders(op)) and not _fills_memory(op)
 
 
-def _moves_in_place(op: Op) -> bool:
+def _fills_memory(op: Op) -> bool:
     """Return whether an operation only copies into memory, or makes memory to copy into."""
     name = op.base_name.removeprefix("new_").removesuffix("_like")
     return name in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
@@ -662,8 +734,10 @@ def _joins_positions(op: Op) -> bool:
 def _product_flops(op: Op) -> int:
     """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
     if op.base_name != "convolution":
-        summed = op.inputs[-2].shape[-1]
+        summed = op.inputs[-2].shape[-1]  # the `k` of `batch n k`; the operand before it may be a bias
         return 2 * op.output.numel * summed
+    # A weight is `out in …`: each output element sums over `in …`. Transposed it is `in out …`, and each input element
+    # is added to `out …`.
     weight = op.inputs[1]
     is_transposed = setting(op, 6, "transposed", False)
     positions = op.inputs[0] if is_transposed else op.output

@@ -7,22 +7,20 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import catalog
+
 if TYPE_CHECKING:
     from .rounding import Rounding
     from .sight import Sight
 
-from . import catalog
-
 Kind = Literal["view", "copy", "write", "compute"]
 """How an operation uses memory: share its input's, copy unchanged elements, write into its input, or compute."""
-
-
-RESULT = "kernel.result.default"
+RESULT_LINK = "kernel.result.default"
 """An added operation that torch never ran: the link from the last step of a fused kernel to the kernel's result."""
-
-
-_OF_RANKS = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
-"""The namespaces of collectives."""
+_COLLECTIVE_NAMESPACES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+"""The namespaces of collectives: operations of all ranks of a process group."""
+_WITHOUT_EXCHANGE = ("wait_tensor", "_wrap_tensor")
+"""Beginnings of names in these namespaces that only pass on the result of a collective."""
 
 
 @dataclass(slots=True, unsafe_hash=True)  # creating a frozen one takes three times as long, and there are many
@@ -33,6 +31,7 @@ class TensorRef:
     """Equal for the same content with the same shape and strides."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """The step in the storage from an element to the next one of each dimension, in elements."""
     offset: int
     """Position of the first element in the storage, in elements."""
     dtype: str
@@ -49,10 +48,11 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, also for a view."""
+        """Bytes of its own elements, also for a view of a larger storage."""
         return self.numel * self.itemsize
 
 
+# Many operations have one name, and are asked for it many times.
 @cache
 def _base_name(name: str) -> str:
     return name.split(".")[1]
@@ -68,6 +68,7 @@ class Op:
     """One tensor operation that PyTorch dispatched."""
 
     index: int
+    """Its place in `Recording.ops`; one of `Recording.joins` is numbered after these."""
     name: str
     """Name in torch with its overload: `aten.bmm.default`."""
     args: tuple[Any, ...]
@@ -76,20 +77,22 @@ class Op:
     inputs: tuple[TensorRef, ...]
     """The tensors among the arguments, in order."""
     outputs: tuple[TensorRef, ...]
+    """The tensors that it returned, in order."""
     kind: Kind
     pointwise: bool
     """Whether torch tags the operation as pointwise, with broadcasting."""
     source: str
-    """The line that called it: `attention.py:41`."""
+    """The line of the module's code that called it: `attention.py:41`."""
     module: str
     """Path of the innermost module whose forward was running; empty for the recorded module itself."""
     call: int
-    """Number of the Python call: all operations of one `matmul` (expand, view, bmm, view) share it."""
+    """Number of the Python call: all operations of one `matmul` (expand, view, bmm, view) have it."""
     kernel: int | None = None
     """Index in `Recording.kernels` of the fused kernel that this operation is, or is a step of; else None. For a kernel
     run by another kernel, the index of the outer one."""
     forwards: tuple[int, ...] = ()
-    """Numbers of the module calls that it ran in, the outermost first; empty outside of modules."""
+    """Numbers of the calls of `forward` that it ran in, the outermost first: another call of one module has another
+    number. Empty outside of modules."""
 
     @property
     def base_name(self) -> str:
@@ -103,12 +106,12 @@ class Op:
     @property
     def is_collective(self) -> bool:
         """Whether it exchanges elements with other ranks."""
-        return self.name.startswith(_OF_RANKS) and not self.base_name.startswith(("wait_tensor", "_wrap_tensor"))
+        return self.name.startswith(_COLLECTIVE_NAMESPACES) and not self.base_name.startswith(_WITHOUT_EXCHANGE)
 
     @property
     def makes_result(self) -> bool:
         """Whether this links the steps of a fused kernel to the kernel's result."""
-        return self.name == RESULT
+        return self.name == RESULT_LINK
 
     @property
     def output(self) -> TensorRef:
@@ -121,20 +124,25 @@ class Op:
         if catalog.axes_rule(self.base_name) != "permute" or len(self.output.shape) < 2:
             return False
         before, after = self.inputs[0], self.output
-        pairs = (before.shape, after.shape), (before.stride, after.stride)
-        return all((*first[:-2], *first[:-3:-1]) == second for first, second in pairs)
+        is_shape_swapped = after.shape == _with_last_two_swapped(before.shape)
+        return is_shape_swapped and after.stride == _with_last_two_swapped(before.stride)
+
+
+def _with_last_two_swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes or strides of dimensions after the last two are swapped: (2, 3, 4) to (2, 4, 3)."""
+    return (*sizes[:-2], *reversed(sizes[-2:]))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel that ran, and how it was opened."""
+    """A fused kernel that ran, and whether it was opened: computed again in steps that the recording has."""
 
     op: str
     """Its name in torch: `aten._scaled_dot_product_flash_attention.default`."""
     title: str
-    """A phrase that describes the kernel."""
+    """A phrase for it: `a matrix product that adds the mask`."""
     hides: frozenset[str]
-    """The stages of attention that the kernel does not return."""
+    """The stages of attention that the kernel does not return: `scores`, `weights`."""
     opened: bool = True
     """Whether its steps are in the recording."""
     shapes_only: bool = False
@@ -146,7 +154,7 @@ class Kernel:
     note: str = ""
     """Why it was not opened or not compared; empty if it was."""
     within: int | None = None
-    """Index of the kernel that ran it; None if no kernel did."""
+    """Index in `Recording.kernels` of the kernel that ran it; None if no kernel did."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,7 @@ class Recording:
     """Every operation of one forward pass, in order, with its dataflow."""
 
     ops: tuple[Op, ...]
+    """The operations, with the steps of opened kernels in the place of the kernels."""
     inputs: tuple[Named, ...]
     """Tensors in the arguments, named after the parameters of `forward`."""
     parameters: tuple[Named, ...]
@@ -188,14 +197,14 @@ class Recording:
     values: dict[int, Any] = field(default_factory=dict, compare=False)
     """TensorRef id to the torch tensor, for tensors that were kept."""
     sights: dict[int, Sight] = field(default_factory=dict, compare=False)
-    """TensorRef id of attention weights to which query sees which key."""
-
+    """TensorRef id of attention weights to which query sees which key, i.e. has a nonzero weight."""
     joins: dict[int, Op] = field(default_factory=dict, compare=False)
-    """TensorRef id of a tensor that is only made in pieces to their concatenation, which torch never ran."""
+    """TensorRef id to an added concatenation that torch never ran. It puts together the results of a forward that
+    computes an attention in pieces, e.g. some of the queries at a time."""
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
-        """TensorRef id to the operations that read it."""
+        """TensorRef id to the operations that read it, in order, each once."""
         readers: dict[int, list[Op]] = {}
         for op in self.ops:
             for tensor in {t.id: t for t in op.inputs}.values():
@@ -209,7 +218,7 @@ class Recording:
 
     @cached_property
     def parameter_storages(self) -> dict[int, Named]:
-        """Storage number to the parameter that it contains."""
+        """Storage number to the parameter that it contains; to the last one of several in one storage."""
         return {named.tensor.storage: named for named in self.parameters}
 
     @cached_property

@@ -25,7 +25,7 @@ from .arguments import tensors_in
 from .catalog import MULTI_HEAD, About, Fused, about, adds_scores, fused
 from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCall, bound, read_kernel
 from .kernels import run as compute
-from .ops import RESULT, Kernel, Kind, Op, Recording
+from .ops import RESULT_LINK, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
 from .repeated_steps import RecordedSteps, layout_of, looks_in
 from .rounding import STEP, Rounding, max_difference, rounding_error
@@ -35,7 +35,7 @@ from .tensors import Look, Tensors, is_with_tensor
 from .without_numbers import described
 
 _Key = torch._C.DispatchKey
-LINK = About(None, None, RESULT, "result")
+LINK = About(None, None, RESULT_LINK, "result")
 BUDGET = 1 << 30
 """If the scores have more bytes than this, a kernel's steps have shapes and no numbers."""
 _COPIED = 1 << 20

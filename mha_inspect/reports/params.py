@@ -1,4 +1,7 @@
-"""Define the report of `params`."""
+"""Define the report of `params`: the parameters of a module or of a checkpoint file, and how such a file fits a module.
+
+The names of classes and fields are those of the JSON output, and the text below a field is its description there.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ class HeadSlice:
     part: str
     """The matrix or bias that contains it: `W_q`, `b_v`, `W_o`; `norm_q` for a weight that scales the queries."""
     rows: tuple[int, int]
-    """Bounds of its rows; of a bias, bounds of its elements."""
+    """Bounds of its rows in the parameter; of a bias, bounds of its elements."""
     columns: tuple[int, int] | None
-    """None for a bias."""
+    """Bounds of its columns in the parameter; None for a bias."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Parameter:
     nbytes: int
     """Bytes of its elements."""
     share: float
-    """Share of all parameters, from 0 to 1."""
+    """Share of the elements of all parameters, from 0 to 1."""
     role: str
     """Its use: `W_q, W_k, W_v stacked: rows 0–511, 512–1023, 1024–1535`; else its layer's class: `LayerNorm`."""
     heads: tuple[HeadSlice, ...] | None = None
@@ -52,7 +55,7 @@ class Parameter:
     whole: tuple[int, ...] | None = None
     """Shape over all ranks, if this rank has a part of it; None for a whole parameter."""
     start: tuple[int, ...] | None = None
-    """Index in `whole` of this rank's first element; None for a whole parameter."""
+    """Index of this rank's first element in each dimension of `whole`; None for a whole parameter."""
     tied: tuple[str, ...] = ()
     """Its other names: the same tensor, counted once."""
 
@@ -125,7 +128,7 @@ class StoredAttention:
 
 @dataclass(frozen=True)
 class StoredName:
-    """A tensor of a checkpoint or module that is missing, or has another shape, on the other side."""
+    """A tensor of a checkpoint or a module that the other of the two lacks, or has with another shape."""
 
     name: str
     """Its name, in the checkpoint or in the module."""
@@ -144,7 +147,7 @@ class LikeModule:
     module: str
     """Name of the module."""
     prefix: str
-    """Prefix of the names in the file that the module lacks; after a minus sign, prefix that only the module has."""
+    """`model.` if only names in the file begin with it; `-model.` if only names in the module do; empty without one."""
     matching: int
     """Number of tensors with the same name and shape, without transposed square weights."""
     missing: tuple[StoredName, ...]
@@ -154,7 +157,7 @@ class LikeModule:
     wrong_shape: tuple[StoredName, ...]
     """Tensors with different shapes in the file and the module, without the transposed ones."""
     called: bool = True
-    """Whether roles come from a run of the module; otherwise from names and shapes."""
+    """Whether the roles of parameters come from a run of the module; otherwise from names and shapes."""
     transposed: tuple[StoredName, ...] = ()
     """Weights that the file has transposed: by their shape, and square ones if all others of their block are."""
 
@@ -191,9 +194,13 @@ class ParamsReport(Report):
     @property
     def ok(self) -> bool:
         """Whether the number of parameters matches the formula, and a checkpoint fits the given module."""
+        if self.total.formula_numel not in (None, self.total.numel):
+            return False
         like = self.like
-        misfits = like and (like.missing or like.unexpected or like.wrong_shape or like.transposed)
-        return self.total.formula_numel in (None, self.total.numel) and not misfits
+        if like is None:
+            return True
+        return not (like.missing or like.unexpected or like.wrong_shape or like.transposed)
 
 
+# So that `help()` shows the text below each field.
 explain_fields(globals())

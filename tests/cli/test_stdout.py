@@ -109,7 +109,7 @@ def test_a_full_disk_is_said_in_one_line(entry_point, environment, line):
 
 
 def test_other_errors_of_the_system_are_not_blamed_on_stdout():
-    assert output.unwritable(OSError(errno.EACCES, "Permission denied")) is None
+    assert output.stdout_failure(OSError(errno.EACCES, "Permission denied")) is None
 
 
 def test_a_closed_stdout_is_said(monkeypatch):

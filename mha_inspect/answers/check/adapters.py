@@ -23,7 +23,7 @@ _SHORT = re.compile(r"(?:lora)?[abw]?([qkv])")
 """A word of a name that says a side in one letter: `q`, `bq`, `loraq`."""
 
 
-def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
+def factors_on_other_sides(evidence: Evidence) -> Iterator[Finding]:
     """Yield factors that are named for one side and are added to the rows of others, each once."""
     reported: set[str] = set()
     for parts, _ in parts_of(evidence.run):

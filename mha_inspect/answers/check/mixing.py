@@ -1,4 +1,7 @@
-"""Check that tokens have an effect on each other: one token is changed, and the other positions are compared."""
+"""Check that tokens have an effect on each other: one token is changed, and the other positions are compared.
+
+The `reach` of a token of batch item 0 is how much each output changes with it, `batch position`, compared bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -22,78 +25,99 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     reach = evidence.reach_in_bits
     if all(attention.is_over_memory for attention, _ in evidence.run.attentions):
         raise NotPossibleError("the keys are parameters, so no token attends to another")
-    if evidence.padded is not None and int((~evidence.padded[0]).sum()) < 2:
+    if evidence.padded is not None and _count_real_tokens(evidence.padded) < 2:
         raise NotPossibleError("batch item 0 has one real token: all others are padding")
-    judge = _of_unmoved_position if _has_effect(reach) else _of_no_effect
-    finding = judge(evidence, reach)
+    finding = _fault_at_a_position(evidence, reach) if _has_effect(reach) else _fault_at_all_positions(evidence, reach)
     if finding is not None:
         yield finding
 
 
+def _count_real_tokens(padded: Tensor) -> int:
+    """Return how many tokens of batch item 0 are no padding: `batch position`, True for padding."""
+    return int((~padded[0]).sum())
+
+
 def _has_effect(reach: Mapping[int, Tensor]) -> bool:
-    """Return whether a token changes another position of its batch item."""
+    """Return whether a token of batch item 0 changes another position of this item."""
     return any(changes_beside(changed[:1], token) for token, changed in reach.items())
 
 
 # -- no token has an effect -------------------------------------------------------------------------------------------
 
 
-def _of_no_effect(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
-    """Return the fault that no token changes another position; None if there is another reason for it."""
+def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
+    """Return the fault that no token changes another position; None if there is another reason for it.
+
+    Raises `NotPossibleError` if the effect of the tokens is hidden in this run.
+    """
     if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
-        return None  # the check `batch` reports this
+        return None  # other batch items change, which the check `batch` reports
     if _has_keys_of_another_source(evidence):
         return None
     if any(sight.is_top_left for sight in evidence.sights):
         raise NotPossibleError("the mask hides the keys of all tokens of this call")
     if _is_muted(evidence):
         raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
-    tried = [token for token in reach if token in evidence.seen_by_others]
-    if not tried:
-        tried = list(reach)
-    tokens = " or ".join(map(str, tried))
+    # A token that a mask hides from every other query proves nothing: others are named where there are any.
+    visible = [token for token in reach if token in evidence.seen_by_others]
+    if not visible:
+        visible = list(reach)
+    tokens = " or ".join(map(str, visible))
+    # Masks that leave each query only its own key explain it too, and may be intended.
+    is_explained_by_masks = all(sight.alone for sight in evidence.sights)
     return Finding(
         "mixing",
         "No token has an effect on another: attention runs over heads or features instead of positions, or its "
         "result is unused.",
         f"Changing token {tokens} of {evidence.source.names[0]} leaves every other output "
         "position unchanged, bit for bit.",
-        sure=not all(sight.alone for sight in evidence.sights),
+        sure=not is_explained_by_masks,
         source=evidence.scores_line,
         fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
     )
 
 
 def _has_keys_of_another_source(evidence: Evidence) -> bool:
-    """Return whether tokens of another argument change the output, or every attention is over another source."""
-    further = evidence.reach_of_others.values()
+    """Return whether queries attend to the tokens of another argument, e.g. of an encoder, as the output shows."""
     if all("cross" in kind for kind in kinds_of(evidence.run)):
         return True
-    return any(bool((changed[0] > 0).any()) for changed in further)
+    return any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values())
 
 
 def _is_muted(evidence: Evidence) -> bool:
     """Return whether the result of attention is multiplied by a parameter or gate of zeros on the way to the output."""
     for factor in _factors_of_result(evidence):
-        if factor.numel > 1 or _is_gate(evidence, factor):
-            value = evidence.content(factor)
-            if value is not None and not bool(value.any()):
-                return True
+        # A single number that depends on no parameter is a scale of the forward: a zero there is a fault.
+        if factor.numel <= 1 and not _is_gate(evidence, factor):
+            continue
+        value = evidence.content(factor)
+        if value is not None and not bool(value.any()):
+            return True
     return False
 
 
 def _factors_of_result(evidence: Evidence) -> Iterator[TensorRef]:
     """Yield what multiplies the result of attention on the way to the output, and is not made of it."""
-    of_result = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
-    path = _path_to_outputs(evidence, of_result)
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = _path_to_outputs(evidence, contexts)
+    of_result = set(contexts)
     for op in path:
         of_result.update(output.id for output in op.outputs)
     for op in path:
-        if not op.does("product") and not op.does("scales"):
+        if not op.does("product", "scales"):
             continue
         for factor in op.inputs:
             if factor.id not in of_result:
                 yield factor
+
+
+def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:
+    """Return the operations from the contexts of all attentions, by tensor id, to the outputs of the forward."""
+    recording = evidence.run.recording
+    path: list[Op] = []
+    for named in recording.outputs:
+        path += between(recording, contexts, named.tensor)
+    return path
 
 
 def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
@@ -103,19 +127,10 @@ def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
     return tensor.id in gates or bool(between(recording, gates, tensor))
 
 
-def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:
-    """Return the operations from the results of attention, by tensor id, to the outputs of the forward."""
-    recording = evidence.run.recording
-    path: list[Op] = []
-    for named in recording.outputs:
-        path += between(recording, contexts, named.tensor)
-    return path
-
-
 # -- a token has no effect on one position ----------------------------------------------------------------------------
 
 
-def _of_unmoved_position(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
+def _fault_at_a_position(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
     """Return the fault of a token that leaves a position as it is, although every query sees every key."""
     length = evidence.source.length
     sights = evidence.sights
@@ -124,18 +139,19 @@ def _of_unmoved_position(evidence: Evidence, reach: Mapping[int, Tensor]) -> Fin
     if not all(sight.open and sight.queries == length == sight.keys for sight in sights):
         return None
     # A weight close to zero changes no output: the softmax is saturated.
-    counts = torch.stack([sight.heavy for sight in sights]).all(0)  # query key
+    must_change = torch.stack([sight.heavy for sight in sights]).all(0)  # query key
     if evidence.padded is not None:
-        counts &= ~evidence.padded[0][:, None]
+        must_change &= ~evidence.padded[0][:, None]  # outputs of padding are no outputs
     for token, changed in reach.items():
-        is_unmoved = ~(changed[0] > 0) & counts[:, token]
-        unmoved = is_unmoved.nonzero().flatten().tolist()
-        if unmoved:
-            return _unmoved(evidence, token, unmoved)
+        is_unchanged = ~(changed[0] > 0) & must_change[:, token]  # position
+        unchanged = is_unchanged.nonzero().flatten().tolist()
+        if unchanged:
+            return _unchanged_positions(evidence, token, unchanged)
     return None
 
 
-def _unmoved(evidence: Evidence, token: int, positions: Sequence[int]) -> Finding:
+def _unchanged_positions(evidence: Evidence, token: int, positions: Sequence[int]) -> Finding:
+    """Return the fault that a token leaves these positions of its batch item as they are."""
     return Finding(
         "mixing",
         f"Token {token} has no effect on position {positions[0]}, although no mask separates them.",
