@@ -133,7 +133,7 @@ def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> 
         from ..pictures.plot import to_png
 
         return to_png(drawn.pictures)
-    # A PNG without pictures was refused by `checked_destination`.
+    # A PNG without pictures was refused by `checked_destination`, and a forward that raised writes none.
     text = to_text(report, cast("Format", format))
     if drawn is None or format == "json":  # JSON has no pictures
         return text

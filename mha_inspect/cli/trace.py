@@ -110,13 +110,22 @@ def trace(
         wanted = None
         report, run = _traced(target, options, loop)
     if run is None:  # every rank that raised prints its failure
-        print_and_export(report, options, export)
+        print_and_export(report, options, _unless_picture(export, options))
         return ExitCode.CONDITION
     if not prints_answer():
         return ExitCode.OK
     report = choose(report, attention)
     print_and_export(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     return _exit_code(report, fail_if)
+
+
+def _unless_picture(export: Destination | None, options: Options) -> Destination | None:
+    """Return where the failure of a forward is written: nowhere for a PNG, because there is nothing to draw."""
+    if export is None or export.format != "png":
+        return export
+    note = f"{shown(export.asked)} was not written, because the forward raised before it ended."
+    subject.print_notes([note], options)
+    return None
 
 
 def _exit_code(report: Trace, fail_if: str | None) -> ExitCode:
