@@ -108,15 +108,6 @@ def test_five_forwards_are_enough_for_a_module_against_torch(x):
     }
 
 
-def test_sides_that_keep_their_weights_run_twice_each(x):
-    seen: Counter = Counter()
-    report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x, same_weights=False)
-    assert report.outcome == "differs"
-    assert set(seen.values()) == {1}
-    assert sum(seen.values()) == 4
-    assert not any("could not be copied" in sentence for sentence in report.answer)
-
-
 def test_each_run_begins_with_the_state_that_came_in(x):
     cached, cache = Cached().eval(), Cache()
     with torch.no_grad():
@@ -174,10 +165,8 @@ def test_what_has_no_numbers_is_not_compared():
         mha_inspect.diff(on_meta, on_meta, meta, meta, meta)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_weights_of_other_sizes_are_said_to_be_so(x, turned):
-    sides = (LowRank().eval(), Own(Counter()).eval())
-    report = mha_inspect.diff(*(sides[::-1] if turned else sides), x, same_weights=True)
+def test_weights_of_other_sizes_are_said_to_be_so(x):
+    report = mha_inspect.diff(LowRank().eval(), Own(Counter()).eval(), x, same_weights=True)
     assert report.weights.sentence.endswith(", as far as they fit.")
     assert report.weights.left_out[0].startswith("W_k and W_v ")
     assert "[22, 7] in LowRank" in report.weights.left_out[0]
@@ -204,21 +193,11 @@ class Square(nn.Module):
         return self.o(((q @ k.mT / 6**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize(("left", "right"), [(nn.Linear, ByMatrix), (ByMatrix, nn.Linear)])
-def test_square_weights_that_are_read_transposed_are_copied_by_head(left, right):
+def test_square_weights_that_are_read_transposed_are_copied_by_head():
     torch.manual_seed(0)
-    sides, x = (Square(left).eval(), Square(right).eval()), torch.randn(2, 5, 24)
+    sides, x = (Square(nn.Linear).eval(), Square(ByMatrix).eval()), torch.randn(2, 5, 24)
     report = mha_inspect.diff(*sides, x, same_weights=True)
     assert report.weights.whole
     assert report.weights.sentence.startswith("Copied by head")
     assert "q.weight, k.weight, v.weight and 1 more transposed" in report.weights.sentence
     assert all(stage.verdict == "same" for stage in report.stages)
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, ByMatrix])
-def test_weights_of_one_layout_are_shared_by_name(kind):
-    torch.manual_seed(0)
-    sides, x = (Square(kind).eval(), Square(kind).eval()), torch.randn(2, 5, 24)
-    report = mha_inspect.diff(*sides, x, same_weights=True)
-    assert all(stage.verdict == "same" for stage in report.stages)
-    assert report.weights.sentence.startswith("Copied by name from left to right")

@@ -51,59 +51,38 @@ def number_of_distinct(run: Run) -> int:
 
 
 class Stack(nn.Module):
-    """Several layers of one class, with or without a residual."""
+    """Several layers of one class, each with a residual and a norm."""
 
-    def __init__(self, make: Callable[[], nn.Module], residual: bool = True) -> None:
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(LAYERS))
         self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(LAYERS))
-        self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
             y = layer(x)
             y = y[0] if isinstance(y, tuple) else y
-            x = norm(x + y) if self.residual else y
+            x = norm(x + y)
         return x
 
 
-def stacked(name: str, residual: bool) -> tuple[nn.Module, Tensor] | None:
-    """Return a stack of an entry of the corpus and its input; None if its layers cannot follow one another."""
+KINDS = [
+    *("Base", "FusedCausal", "FusedGrouped", "Packed", "EinsumWeights", "Windows", "LowRank", "Interleaved"),
+    *("LoopModules", "FoldHeadsBatch", "RelativeBias", "TalkingCausal", "SlidingWindow", "rotated: halves"),
+]
+"""Entries of the corpus of unlike kinds, whose layers can follow one another."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stack_of_any_style_is_read_as_layer_by_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = ENTRIES[name]
     args, kwargs = entry.arguments()
-    given = [*args, *kwargs.values()]
-    try:
-        torch.manual_seed(0)
-        module = Stack(entry.make, residual).train(entry.training)
-        module(*given)
-    except Exception:
-        return None
-    return module, given[0]
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_stack_of_any_style_is_read_as_layer_by_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stacked(name, residual=len(name) % 2 == 0)
-    if made is None:
-        pytest.skip("it is no layer of a stack")
-    require_same_answers(monkeypatch, *made)
-
-
-@pytest.mark.parametrize(
-    "name", ["Base", "FusedCausal", "FusedGrouped", "Packed", "EinsumWeights", "Windows", "LowRank"]
-)
-def test_these_styles_are_read_once(name: str) -> None:
-    made = stacked(name, True)
-    assert made is not None
-    assert number_of_distinct(trace_of(*made)[1]) == 3
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_the_parameters_of_a_stack_are_those_of_every_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stacked(name, residual=len(name) % 2 == 1)
-    if made is None:
-        pytest.skip("it is no layer of a stack")
-    require_same_parameters(monkeypatch, *made)
+    (given,) = [*args, *kwargs.values()]
+    torch.manual_seed(0)
+    module = Stack(entry.make).train(entry.training)
+    _, run = require_same_answers(monkeypatch, module, given)
+    assert number_of_distinct(run) < LAYERS
+    require_same_parameters(monkeypatch, module, given)
 
 
 def require_same_parameters(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *args: Any) -> ParamsReport:
@@ -172,9 +151,8 @@ def layers(**settings: Any) -> list[Layer]:
 X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_equal_layers_are_read_once(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, run = require_same_answers(monkeypatch, Model(layers(kernel=kernel)), X)
+def test_equal_layers_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, run = require_same_answers(monkeypatch, Model(layers()), X)
     assert [attention.module for attention in trace.attentions] == [f"layers.{number}" for number in range(LAYERS)]
     assert number_of_distinct(run) == 3
 
@@ -185,21 +163,6 @@ def test_a_layer_with_another_scale(kernel: bool, monkeypatch: pytest.MonkeyPatc
     made[DIFFERENT].scale = 0.25
     trace, _ = require_same_answers(monkeypatch, Model(made), X)
     assert [attention.scale for attention in trace.attentions] == [layer.scale for layer in made]
-
-
-def test_a_scale_that_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layers()
-    for number, layer in enumerate(made):
-        layer.scale = nn.Parameter(torch.tensor(0.25 if number == DIFFERENT else 0.5))
-    trace, _ = require_same_answers(monkeypatch, Model(made), X)
-    assert [attention.scale for attention in trace.attentions] == [layer.scale.item() for layer in made]
-
-
-def test_a_layer_with_another_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layers(window=4)
-    made[DIFFERENT].window = 2
-    trace, _ = require_same_answers(monkeypatch, Model(made), X)
-    assert [attention.window for attention in trace.attentions] == [layer.window for layer in made]
 
 
 def test_a_layer_whose_mask_has_another_content(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,23 +182,6 @@ def test_a_layer_whose_bias_has_another_content(monkeypatch: pytest.MonkeyPatch)
     kinds = [attention.position and attention.position.kind for attention in trace.attentions]
     assert kinds == ["alibi" if number != DIFFERENT else None for number in range(LAYERS)]
     assert number_of_distinct(run) == 6  # what is added may be a mask
-
-
-def test_two_layers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    made = [Layer() for _ in range(10)]
-    for layer in made[::2]:
-        layer.window = 3
-    trace, run = require_same_answers(monkeypatch, Model(made), X)
-    assert [attention.window for attention in trace.attentions] == [3, None] * 5
-    assert number_of_distinct(run) == 6
-
-
-def test_a_layer_with_the_weights_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layers()
-    made[DIFFERENT].k = made[DIFFERENT - 1].k
-    _, run = require_same_answers(monkeypatch, Model(made), X)
-    assert number_of_distinct(run) == LAYERS
 
 
 class Picking(Layer):
@@ -272,14 +218,6 @@ def test_weights_that_two_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     require_same_parameters(monkeypatch, Model(made), X)
 
 
-def test_one_projection_for_keys_and_values_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layers()
-    made[DIFFERENT].v = made[DIFFERENT].k
-    trace, run = require_same_answers(monkeypatch, Model(made), X)
-    assert number_of_distinct(run) == LAYERS
-    assert len({repr([stage.axes for stage in attention.stages]) for attention in trace.attentions}) >= 1
-
-
 def test_one_module_that_is_called_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layers()[0]
     trace, run = require_same_answers(monkeypatch, Model([layer] * LAYERS), X)
@@ -299,23 +237,6 @@ def test_a_cache_of_another_length_in_each_layer(monkeypatch: pytest.MonkeyPatch
     trace, _ = require_same_answers(monkeypatch, Cached(layers()), X, past)
     lengths = [attention.cache and attention.cache.past for attention in trace.attentions]
     assert lengths == [5 + (number == DIFFERENT) for number in range(LAYERS)]
-
-
-class Dropping(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        self.ran = []
-        for number, layer in enumerate(self.layers):
-            if float(torch.rand(())) < 0.7:
-                self.ran.append(f"layers.{number}")
-                x = layer(x)
-        return x
-
-
-def test_layers_that_are_dropped_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Dropping(layer for _ in range(3) for layer in layers())
-    trace, _ = require_same_answers(monkeypatch, model, X)
-    assert [attention.module for attention in trace.attentions] == model.ran
-    assert 6 < len(model.ran) < 18
 
 
 # -- what comes after the layers --------------------------------------------------------------------------------------
@@ -401,15 +322,6 @@ def test_a_formula_names_the_parameter_of_its_own_layer(monkeypatch: pytest.Monk
         for attention in trace.attentions
     ]
     assert named == [f"the parameter layers.{number}.start" for number in range(LAYERS)]
-
-
-def test_an_encoder_and_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = nn.Transformer(24, 3, 5, 5, 32, batch_first=True).eval()
-    trace, run = require_same_answers(monkeypatch, model, X, torch.randn(2, 5, 24))
-    assert len(trace.attentions) == 15
-    assert number_of_distinct(run) < 15
-    assert {attention.module.split(".")[0] for attention in trace.attentions} == {"encoder", "decoder"}
 
 
 def test_a_recording_of_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from mha_inspect import compare_heads
-from mha_inspect.answers.focus import entropy_of, focus_of
-
-LN2 = math.log(2)
+from mha_inspect.answers.focus import focus_of
 
 
 def test_equal_weights_look_at_every_key():
@@ -18,19 +16,6 @@ def test_equal_weights_look_at_every_key():
     assert head.effective_keys == pytest.approx(5)
     # Queries 0, 1, 2 are 0+1+2+3+4, 1+0+1+2+3 and 2+1+0+1+2 positions from the five keys.
     assert head.distance == pytest.approx((10 + 7 + 6) / 5 / 3)
-
-
-def test_one_key_is_no_choice():
-    weights = torch.zeros(1, 1, 4, 4)
-    weights[..., 1] = 1
-    (head,) = focus_of(weights).by_head
-    assert (head.most_attended_key, head.share, head.effective_keys) == (1, 1.0, 1.0)
-    assert head.distance == pytest.approx((1 + 0 + 1 + 2) / 4)
-
-
-def test_entropy_of_a_case_worked_by_hand():
-    weights = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
-    assert entropy_of(weights).item() == pytest.approx(1.5 * LN2)
 
 
 def test_queries_without_a_key_are_left_out():

@@ -95,7 +95,7 @@ def test_the_first_step_is_the_gradient_of_autograd(x):
         for part in row.parts:
             kind, letter = part.part.split("_")
             name = f"{letter}.{'weight' if kind == 'W' else 'bias'}"
-            mine, theirs = (one.get_parameter(name).grad for one in (module, base))
+            mine, theirs = (side.get_parameter(name).grad for side in (module, base))
             assert part.moved == pytest.approx(0.1 * mine.norm().item(), rel=1e-3, abs=1e-7)
             # A bias of the keys adds the same number to every score of a query.
             assert part.verdict == ("same" if part.part == "b_k" else "differs")

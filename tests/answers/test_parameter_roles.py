@@ -14,12 +14,12 @@ import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.reports.params import Parameter, ParamsReport
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.reports.params import Parameter
 from mha_inspect.running.subject import Subject
 
 from ..built import built_layer
-from ..corpus.entry import D, E, H
+from ..corpus.entry import E
 from ..corpus.every import ENTRIES
 from ..layers.declared import ROLES
 
@@ -33,22 +33,12 @@ def style(name: str) -> nn.Module:
     return ENTRIES[name].made()
 
 
-def roles_of(report: ParamsReport) -> list[tuple[str, str, str, object]]:
-    return [(p.name, p.axes, p.role, p.heads) for p in report.parameters]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"bias": False},
-        {"num_heads": 1},
-        {"num_heads": 6},
+        {"num_heads": 1, "bias": False},
         {"kdim": 17, "vdim": 19},
-        {"vdim": 19},
-        {"add_bias_kv": True},
-        {"add_zero_attn": True, "batch_first": False},
-        {"dtype": "bfloat16"},
+        {"add_bias_kv": True, "batch_first": False},
     ],
 )
 def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[str, Any]) -> None:
@@ -94,34 +84,19 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
     assert seen >= 2
 
 
-def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
-    forward = built_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
-    row = params(forward).parameters[0]
-    assert (row.axes, row.role) == (
-        "head_dim 4",
-        "W_q of head 0: reads only features 0–3 of the embedding",
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "parameter", "axes", "said"),
     [
         ("Interleaved", "qkv.weight", "(heads qkv head_dim) embed", "head by head: 5 rows of q, 5 of k, 5 of v each"),
         ("Conv1D", "weight", "embed (qkv heads head_dim)", "side by side: columns 0–14, 15–29, 30–44"),
         ("EinsumWeights", "w.0", "embed heads head_dim", "W_q: one matrix per head"),
-        ("EinsumWeights", "out", "heads head_dim embed", "W_o: one matrix per head"),
         ("GroupedSliced", "qkv.weight", "packed embed", "rows 0–29, 30–44, 45–59"),
         ("Grouped", "k.weight", "(kv_heads head_dim) embed", "5 each, each for 3 query heads"),
-        ("OneKeyHead", "k.weight", f"{H * D} embed", "W_k: only rows 0–4"),
         ("NormedHeads", "q_norm.weight", "head_dim", "scales the queries after their projection; not split by head"),
         ("LowRank", "q_a.weight", "latent embed", "projects the input down, before the queries; not split by head"),
-        ("LowRank", "q_norm.weight", "latent", "scales the input of the projection to the queries"),
         ("LowRank", "kv_b.weight", "(heads packed) latent", "W_k, W_v head by head: 5 rows of k, 4 of v each"),
-        ("LoopChunks", "o.weight", "embed (heads head_dim)", "W_o: columns are the heads side by side, 5 each"),
         ("Loop", "q.1.weight", "head_dim embed", "W_q of head 1"),
         ("RelativeBias", "table.weight", "num_embeddings embedding_dim", "added to the scores"),
-        ("RelativeShift", "r.weight", "out_features in_features", "used in the scores"),
-        ("UnitHeads", "temperature", "3 1 1", "used in the scores"),
         ("Sinks", "sink", "3", "attention sinks: scores without a value"),
         ("Pooled", "probe", "1 1 22", "the queries themselves: learned"),
         ("Packed", "k.weight", "out_features in_features", "not used by this forward"),
@@ -163,7 +138,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "by_head"),
-    [(nn.LayerNorm, True), (nn.LayerNorm, False), (ByHand, True), (ByHand, False), (BatchNorm, False)],
+    [(nn.LayerNorm, True), (ByHand, False), (BatchNorm, False)],
 )
 def test_the_bias_of_a_norm_is_added(kind: Callable[[int], nn.Module], by_head: bool) -> None:
     found = read_off(Biased(kind, by_head).eval(), torch.randn(2, 5, 12))
@@ -228,48 +203,9 @@ def test_a_gate_is_told_by_head(kind: str, name: str, axes: str, roles: tuple[st
     assert formulas["v_heads" if kind == "values" else "concat"].endswith(" in heads, then gate (sigmoid)")
 
 
-@pytest.mark.parametrize("left", ["packed", "with q"])
-def test_gates_are_copied_by_head_between_modules_that_pack_them_in_other_ways(left: str) -> None:
-    report = mha_inspect.diff(Gated(left), Gated("by feature"), torch.randn(2, 5, 12), same_weights=True)
+def test_gates_are_copied_by_head_between_modules_that_pack_them_in_other_ways() -> None:
+    report = mha_inspect.diff(Gated("with q"), Gated("by feature"), torch.randn(2, 5, 12), same_weights=True)
     assert report.ok, report
-
-
-class OneHead(nn.Module):
-    """Has one head of queries, or several that share one head of keys and values."""
-
-    def __init__(self, heads: int, has_dimension: bool, packed: bool) -> None:
-        super().__init__()
-        self.heads, self.has_dimension, self.size = heads, has_dimension, 12 // heads
-        widths = (12, self.size, self.size)
-        self.qkv = nn.ModuleList([nn.Linear(12, sum(widths))] if packed else [nn.Linear(12, width) for width in widths])
-        self.widths, self.out = widths, nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = [project(x) for project in self.qkv]
-        q, k, v = made if len(made) > 1 else made[0].split(self.widths, -1)
-        if self.has_dimension:
-            q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))
-        context = ((q @ k.mT) * self.size**-0.5).softmax(-1) @ v
-        return self.out(context.transpose(1, 2).flatten(2) if self.has_dimension else context)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("heads", "has_dimension"), [(1, False), (1, True), (3, True)])
-def test_a_single_head_has_one_name_in_a_trace_and_in_its_parameters(
-    heads: int, has_dimension: bool, packed: bool
-) -> None:
-    module, x = OneHead(heads, has_dimension, packed), torch.randn(2, 5, 12)
-    axes = {stage.name: stage.axes for stage in mha_inspect.trace(module, x).attentions[0].stages}
-    found, of_keys = read_off(module, x), "heads" if heads == 1 else "kv_heads"
-    if not packed:
-        assert axes["q_proj"] == "batch query (heads head_dim)"
-        assert axes["k_proj"] == axes["v_proj"] == f"batch key ({of_keys} head_dim)"
-        assert [found[f"qkv.{n}.weight"].axes for n in range(3)] == [
-            *("(heads head_dim) embed", f"({of_keys} head_dim) embed", f"({of_keys} head_dim) embed")
-        ]
-    assert axes["concat"] == "batch query (heads head_dim)"
-    assert found["out.weight"].axes == "embed (heads head_dim)"
-    assert axes["k_heads"] == (f"batch {of_keys} key head_dim" if has_dimension else "batch key head_dim")
 
 
 def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
@@ -306,31 +242,38 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("is_run", [True, False])
-def test_tied_weights_and_buffers_are_named(is_run: bool) -> None:
+TOKENS = torch.zeros(2, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "unused"),
+    [((TOKENS,), "used by add", "Linear, not used by this forward"), ((), "", "Linear")],
+    ids=["run", "not run"],
+)
+def test_tied_weights_are_named(given: tuple[torch.Tensor, ...], positions: str, unused: str) -> None:
     module = Tied().eval()
-    report = mha_inspect.params(module, *([torch.zeros(2, 5, dtype=torch.long)] if is_run else []))
+    report = mha_inspect.params(module, *given)
     rows = {row.name: row for row in report.parameters}
     assert rows.keys() == dict(module.named_parameters()).keys()
     assert {name: row.tied for name, row in rows.items() if row.tied} == {"embed.weight": ("head.weight",)}
     assert rows["embed.weight"].role == "Embedding"
     assert rows["norm.weight"].role == "BatchNorm1d"
-    assert rows["positions"].role == ("used by add" if is_run else "")
-    assert rows["unused.weight"].role == ("Linear, not used by this forward" if is_run else "Linear")
-    assert {buffer.name: buffer.shape for buffer in report.buffers} == {
-        name: tuple(buffer.shape) for name, buffer in module.named_buffers()
-    }
-    assert {buffer.name for buffer in report.buffers if buffer.saved} == {
-        name for name, _ in module.named_buffers() if name in module.state_dict()
-    }
-    assert {buffer.name: buffer.nbytes for buffer in report.buffers}["table"] == 5 * 4 * 8
+    assert (rows["positions"].role, rows["unused.weight"].role) == (positions, unused)
     assert report.total.numel == sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"per_head": True}, {"show": Show(stats=True)}])
-def test_blocks_that_repeat_are_one_row_of_the_page(options: dict[str, Any]) -> None:
+def test_buffers_are_listed_with_those_that_are_saved() -> None:
     module = Tied().eval()
-    page = str(mha_inspect.params(module, torch.zeros(2, 5, dtype=torch.long), **options))
+    buffers = mha_inspect.params(module).buffers
+    shapes = {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
+    assert {buffer.name: buffer.shape for buffer in buffers} == shapes
+    assert {buffer.name for buffer in buffers if buffer.saved} == shapes.keys() & module.state_dict().keys()
+    assert {buffer.name: buffer.nbytes for buffer in buffers}["table"] == 5 * 4 * 8
+
+
+def test_blocks_that_repeat_are_one_row_of_the_page() -> None:
+    module = Tied().eval()
+    page = str(mha_inspect.params(module, TOKENS, per_head=True))
     table = page.partition("\nparameters\n")[2].partition("\n\n")[0]
     assert "layers.0–2.linear1.weight ×3 " in table
     numel = f"{3 * module.layers[0].linear1.weight.numel():,}"
@@ -362,54 +305,6 @@ def test_reading_off_leaves_the_module_as_it_was() -> None:
     assert "W_q: rows are the heads stacked, 5 each" in repr(report)
 
 
-def test_with_gradients_off_and_in_inference_mode_it_is_the_same() -> None:
-    module, x = style("Interleaved"), torch.randn(7, 12, E)
-    expected = read_off(module, x)
-    with torch.inference_mode():
-        assert read_off(module, x) == expected
-    with torch.no_grad():
-        assert read_off(module, x) == expected
-    assert read_off(module.to(torch.bfloat16), x.bfloat16())["qkv.weight"].heads == expected["qkv.weight"].heads
-
-
-class Unturned(nn.Module):
-    """Keys whose part for positions has no features, joined as a write into memory that is there already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(12, 12, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (rearrange(own(x), "b n (h d) -> b h n d", h=3) for own in (self.q, self.k, self.v))
-        whole = torch.empty_like(k)
-        whole[..., :4] = k
-        whole[..., 4:] = k[..., 4:]
-        return rearrange((q @ whole.mT / 2).softmax(-1) @ v, "b h n d -> b n (h d)")
-
-
-def test_a_part_without_features_holds_nothing() -> None:
-    report = params(Subject(Unturned(), (torch.randn(2, 5, 12),), {}), per_head=True)
-    rows = {p.name: [piece.rows for piece in p.heads or ()] for p in report.parameters}
-    assert rows == {f"{name}.weight": [(0, 4), (4, 8), (8, 12)] for name in "qkv"}
-
-
-class Weighed(Unturned):
-    """What comes out is weighed by one number, computed of a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(super().forward(x) * (1 - self.weight.exp()))
-
-
-def test_one_number_weighs_every_head() -> None:
-    report = params(Subject(Weighed(), (torch.randn(2, 5, 12),), {}), per_head=True)
-    rows = {p.name: [piece.columns for piece in p.heads or ()] for p in report.parameters}
-    assert rows["out.weight"] == [(0, 4), (4, 8), (8, 12)]
-
-
 class InTurn(nn.Module):
     """One matrix for queries, keys and values, whose rows are in the order of an einops pattern."""
 
@@ -436,7 +331,7 @@ class InTurn(nn.Module):
         ("qkv h half d", "stacked: rows 0–11, 12–23, 24–35"),
     ],
 )
-@pytest.mark.parametrize("by_matrix", [False, True])
+@pytest.mark.parametrize("by_matrix", [False, True], ids=["linear", "matrix"])
 def test_rows_that_alternate_are_not_called_blocks(order: str, said: str, by_matrix: bool) -> None:
     torch.manual_seed(0)
     parameter = read_off(InTurn(order, by_matrix=by_matrix), torch.randn(2, 5, 12))["weight"]

@@ -40,8 +40,8 @@ def params_spec(
     num_heads: tuple[int, ...] = (),
 ) -> ParamsReport:
     specs = [replace(spec, num_heads=count) for count in num_heads] or [spec]
-    own, *others = [load_layer(one, INPUTS, run or RunSpec(), layer) for one in specs]
-    return report_of(own, show, per_head=per_head, beside=others)
+    first, *beside = [load_layer(wanted, INPUTS, run or RunSpec(), layer) for wanted in specs]
+    return report_of(first, show, per_head=per_head, beside=beside)
 
 
 def params(module: nn.Module, show: Show | None = None, *, per_head: bool = False) -> ParamsReport:
@@ -70,20 +70,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(specs)
-def test_counts_formula_and_roles_of_every_variant(spec: AttentionSpec) -> None:
-    module = LAYERS["torch"].build(spec)
-    expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    made = report(spec)
-    assert {row.name: row.shape for row in made.parameters} == expected
-    assert made.total.numel == made.total.formula_numel == sum(p.numel() for p in module.parameters())
-    assert made.total.nbytes == 4 * made.total.numel
-    assert sum(row.share for row in made.parameters) == pytest.approx(1.0)
-    assert all(row.role for row in made.parameters)
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(specs)
 def test_the_slices_of_all_heads_tile_each_parameter_exactly_once(spec: AttentionSpec) -> None:
     module = LAYERS["torch"].build(spec)
@@ -100,7 +87,7 @@ def test_the_slices_of_all_heads_tile_each_parameter_exactly_once(spec: Attentio
         assert {piece.head for piece in row.heads} == set(range(spec.num_heads))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(specs)
 def test_one_matrix_per_head_gives_torchs_output(spec: AttentionSpec) -> None:
     """ "Attention Is All You Need", section 3.2.2, read literally: no matrix here is wider than a head."""
@@ -126,19 +113,6 @@ def test_one_matrix_per_head_gives_torchs_output(spec: AttentionSpec) -> None:
             output += (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v @ pieces["W_o", head].T
         output += module.out_proj.bias if spec.bias else 0
     torch.testing.assert_close(output if spec.batch_first else output.transpose(0, 1), expected)
-
-
-def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
-    made = report(num_heads=(1, 2, 4))
-    assert made.side_by_side is not None
-    assert [(column.num_heads, column.head_dim, column.numel) for column in made.side_by_side] == [
-        (1, 12, 624),
-        (2, 6, 624),
-        (4, 3, 624),
-    ]
-    assert made.side_by_side[1].first_head["out_proj.weight"][0].columns == (0, 6)
-    assert made.changes.startswith("With 1, 2 and 4 heads, all 4 parameters have the same shapes")
-    assert "12, 6 and 3" in made.changes
 
 
 def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,27 +167,6 @@ def test_statistics_and_values_when_asked_for() -> None:
     assert row.values is not None
     assert row.values.data == module.in_proj_weight.tolist()
     assert params(module).parameters[0].stats is None
-
-
-def test_a_module_of_ones_own_gets_roles_where_its_parts_tell() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(12, 3)
-            self.mlp = nn.Linear(7, 5)
-            self.scale = nn.Parameter(torch.ones(2, 3))
-            self.tied = self.mlp
-
-    made = params(Own(), per_head=True)
-    rows = {row.name: row for row in made.parameters}
-    assert rows["attn.in_proj_weight"].role.startswith("W_q, W_k, W_v")
-    assert rows["attn.out_proj.weight"].axes == "embed (heads head_dim)"
-    assert (rows["mlp.weight"].axes, rows["mlp.weight"].role) == ("out_features in_features", "Linear")
-    assert rows["mlp.weight"].tied == ("tied.weight",)
-    assert (rows["scale"].axes, rows["scale"].heads) == ("2 3", None)
-    assert made.total.numel == 624 + 40 + 6
-    assert (made.total.formula, made.total.formula_numel) == ("", None)
-    assert (made.layer.name.endswith("Own"), made.layer.spec, made.environment.seed) == (True, {}, None)
 
 
 def test_a_module_without_parameters() -> None:
