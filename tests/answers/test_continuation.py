@@ -264,11 +264,6 @@ class Changing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.v, self.o = (nn.Linear(20, 20) for _ in range(4))
-        with torch.no_grad():
-            self.q.weight.mul_(6)  # a rounded key then changes its weight by more than rounding does
-
-    def query(self, q: Tensor) -> Tensor:
-        return q
 
     def past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
@@ -280,7 +275,6 @@ class Changing(nn.Module):
         q, k, v = (f(x).unflatten(-1, (4, 5)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if past_kv is not None:
             earlier_k, earlier_v = self.past(*past_kv)
-            q = self.query(q)
             k, v = self.read(torch.cat([earlier_k, k], 2)), self.read(torch.cat([earlier_v, v], 2))
         rows, keys = q.shape[2], k.shape[2]
         hidden = torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1)
@@ -298,21 +292,6 @@ class HeadsMoved(Changing):
         return k.roll(1, 1), v
 
 
-class ValuesHalved(Changing):
-    def past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k, 0.5 * v
-
-
-class KeysRounded(Changing):
-    def past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k.bfloat16().float(), v
-
-
-class QueriesHalved(Changing):
-    def query(self, q: Tensor) -> Tensor:
-        return 0.5 * q
-
-
 class NewestDropped(Changing):
     def read(self, joined: Tensor) -> Tensor:
         return joined[:, :, :-1]
@@ -321,9 +300,6 @@ class NewestDropped(Changing):
 TRIED = {
     KeysDoubled: "k_heads in one call is 0.5 times k_heads in this call",
     HeadsMoved: "The heads of k_heads are in another order: in one call they are 1 2 3 0 of those in this call.",
-    ValuesHalved: "v_heads in one call is 2 times v_heads in this call",
-    QueriesHalved: "The scores are scaled by 0.2236, and in one call by 0.4472.",
-    KeysRounded: "k_heads in this call is rounded to bfloat16",
     NewestDropped: "the key of position 10 itself is missing",
 }
 

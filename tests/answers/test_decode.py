@@ -12,13 +12,10 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.decode import decoded
-from mha_inspect.answers.decode_steps import cache_bytes_of
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
-from mha_inspect.making.target import TargetSpec, load_target
 from mha_inspect.running.subject import Subject
 
-from ..hf_sizes import settings_of
 from .check import published
 
 IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -212,15 +209,6 @@ def test_a_forward_whose_tokens_see_later_tokens_is_not_compared_with_its_steps(
     assert trace.decode.note.startswith("no attention is causal")
 
 
-@pytest.mark.usefixtures("hf")
-def test_a_model_whose_rotation_restarts_without_positions_is_not_blamed():
-    model = load_target("hf:bamba", settings_of("bamba"), TargetSpec()).module
-    trace = decode(model, input_ids=IDS, steps=2)
-    assert rows(trace) == [(5, 0, 5), (1, 5, 1), (1, 6, 1)]
-    assert trace.decode.verdict == "same"
-    assert trace.attentions[0].position.query_offset == 6
-
-
 def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(hf):
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).eval()
@@ -351,32 +339,6 @@ def test_a_recorded_generate_loop_has_a_row_for_each_call(hf):
     assert trace.decode is None
 
 
-class Twice(nn.Module):
-    """One layer that each call runs twice with a cache of its own, beside a layer that it runs once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.last = Attention(), Attention()
-
-    def forward(self, x, past=(None, None, None)):
-        kept = []
-        for layer, earlier in zip((self.shared, self.shared, self.last), past, strict=True):
-            x, new = layer(x, earlier)
-            kept.append(new)
-        return x, kept
-
-
-def test_a_loop_whose_calls_run_a_layer_several_times_has_a_row_for_each_call():
-    torch.manual_seed(0)
-    module, x = Twice().eval(), torch.randn(2, 6, 32)
-    with torch.no_grad(), mha_inspect.recording() as seen:
-        _, past = module(x[:, :4])
-        _, past = module(x[:, 4:5], past)
-        module(x[:, 5:], past)
-    assert rows(seen.trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
-    assert [row.scores for row in seen.trace.steps] == [(2, 4, 4, 4), (2, 4, 1, 5), (2, 4, 1, 6)]
-
-
 def test_calls_that_are_no_loop_have_no_rows():
     module, x = Attention().eval(), torch.randn(2, 7, 32)
     with mha_inspect.recording() as seen:
@@ -393,9 +355,3 @@ def test_calls_that_are_no_loop_have_no_rows():
             cross(x[:, :1], memory, memory)
     assert len(seen.trace.attentions) == 3
     assert seen.trace.steps is None
-
-
-def test_bytes_of_a_cache_are_counted_once():
-    tensor = torch.zeros(2, 3)
-    assert cache_bytes_of([tensor, (tensor, torch.tensor(3)), {"again": tensor}]) == 24
-    assert cache_bytes_of(None) == 0

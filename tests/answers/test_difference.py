@@ -12,7 +12,6 @@ from mha_inspect.answers.diff import diff as diff_of_sides
 from mha_inspect.answers.shared_weights import share
 from mha_inspect.call.load import layer_called
 from mha_inspect.cli.sides import planned_layer, runs
-from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.pattern import STAGES
@@ -102,19 +101,6 @@ def test_narrow_is_as_far_from_torch_as_torch_says():
     assert row.max_abs_difference == pytest.approx(float((projected[0] - projected[1]).abs().max()), rel=1e-5)
 
 
-def test_bert_has_no_output_projection_and_is_torch_with_the_identity_for_it():
-    report = diff("torch", "bert")
-    row = stage(report, "output")
-    assert (row.right, row.verdict) == (None, None)
-    assert "no output projection" in row.note
-    assert (report.outcome, report.first_differing_stage) == ("differs", None)
-    weights = canonical_weights(SPEC)
-    identity = torch.eye(EMBED).reshape(EMBED, HEADS, HEAD_DIM)
-    concat = run("torch", replace(weights, w_o=identity, b_o=None))
-    assert report.output.max_abs_difference == pytest.approx(float((run("torch") - concat).abs().max()), rel=1e-5)
-    assert report.weights.left_out[0] == "W_o does not fit into bert: it has no output projection."
-
-
 def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads():
     inputs = replace(INPUTS, padding=(QUERY, 2))
     report = diff("torch", "split-heads", inputs)
@@ -149,39 +135,6 @@ def test_a_dtype_costs_what_it_is_off_the_exact_result():
     assert any("Accuracy by dtype (bfloat16, float32)" in sentence for sentence in report.answer)
 
 
-def test_each_side_has_the_kernel_that_its_settings_give_it():
-    # The fast path asks for an even number of heads.
-    spec = AttentionSpec(embed_dim=22, num_heads=2)
-    sets = {"need_weights": False}, {"grad": False}
-    report = diff_of_sides(*two_layers("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets))
-    assert "scaled_dot_product" in report.left.path.plain
-    assert "_native_multi_head_attention" in report.right.path.plain
-    assert report.outcome == "same"
-    assert stage(report, "scores").left.opened
-    assert not stage(report, "q_proj").left.opened
-    assert stage(report, "q_proj").right.opened
-    assert any("Accuracy by kernel" in sentence for sentence in report.answer)
-
-
-def test_rotary_positions_part_at_the_heads_and_both_lines_are_named():
-    report = diff("torch", "grouped-query", embed_dim=30, num_heads=3, rope=True)
-    assert report.first_differing_stage == "q_heads"
-    row = stage(report, "q_heads")
-    assert "functional.py:" in row.left.op.source
-    assert "grouped_query.py:" in row.right.op.source
-    # The first position is not turned: its query is what it is without.
-    assert stage(report, "q_proj").verdict == stage(report, "v_heads").verdict == "same"
-    assert any("torch has no setting rope" in note for note in report.notes)
-
-
-def test_shared_key_heads_stand_for_many():
-    report = diff("torch", "grouped-query", embed_dim=44, num_heads=4, num_kv_heads=2)
-    row = stage(report, "k_proj")
-    assert (row.left.shape[-1], row.right.shape[-1]) == (44, 22)
-    assert (row.verdict, row.note) == ("same", "each of the 2 key/value heads on the right is repeated 2 times")
-    assert report.outcome == "same"
-
-
 def test_appended_keys_leave_nothing_to_subtract_and_say_so():
     report = diff("torch", "per-head", add_bias_kv=True)
     row = stage(report, "k_heads")
@@ -204,31 +157,3 @@ def test_dropout_is_named_and_not_called_rounding():
     assert report.first_differing_stage == "context"
     assert any("Dropout is on" in note for note in report.notes)
     assert not any("Accuracy by" in sentence for sentence in report.answer)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "settings", "said"),
-    [
-        ("torch", "wide", {}, "head_dim is 11 on the left (torch has no other head_dim) and 33 on the right"),
-        ("torch", "torch", {"right_set": {"num_heads": 2}}, "right side: embed_dim 33 is not divisible"),
-        ("torch", "bert", {"right_set": {"add_zero_attn": True}}, "layer bert does not take add_zero_attn true"),
-        ("split-heads", "bert", {"add_zero_attn": True}, "Layers that do: torch"),
-        ("torch", "brt", {}, "Did you mean bert?"),
-    ],
-)
-def test_what_cannot_be_compared_says_which_side_and_why(left, right, settings, said):
-    with pytest.raises(SpecError) as caught:
-        diff(left, right, **settings)
-    assert said in str(caught.value)
-
-
-def test_weights_that_cannot_be_carried_say_why():
-    with pytest.raises(WeightsError, match="num_kv_heads 2 is below num_heads 4"):
-        diff(
-            "grouped-query",
-            "grouped-query",
-            embed_dim=88,
-            num_heads=4,
-            num_kv_heads=2,
-            right_set={"num_heads": 8},
-        )

@@ -68,7 +68,7 @@ class Stack(nn.Module):
 
 KINDS = [
     *("Base", "FusedCausal", "FusedGrouped", "Packed", "EinsumWeights", "Windows", "LowRank", "Interleaved"),
-    *("LoopModules", "FoldHeadsBatch", "RelativeBias", "TalkingCausal", "SlidingWindow", "rotated: halves"),
+    *("LoopModules", "FoldHeadsBatch", "RelativeBias", "TalkingCausal", "RotateHalf", "GroupedSliced"),
 ]
 """Entries of the corpus of unlike kinds, whose layers can follow one another."""
 
@@ -99,15 +99,14 @@ def require_same_parameters(monkeypatch: pytest.MonkeyPatch, module: nn.Module, 
 
 
 class Layer(nn.Module):
-    """An attention whose scale, mask, window, bias or projection may be those of no other layer."""
+    """An attention whose scale, mask, bias or projection may be those of no other layer."""
 
     def __init__(self, width: int = 24, heads: int = 3) -> None:
         super().__init__()
-        self.heads, self.scale, self.window, self.kernel = heads, 0.5, 0, False
+        self.heads, self.scale, self.kernel = heads, 0.5, False
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         self.register_buffer("mask", torch.ones(7, 7, dtype=torch.bool).tril())
         self.register_buffer("bias", torch.zeros(()))
-        self.start: Tensor | None = None
 
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -117,11 +116,7 @@ class Layer(nn.Module):
         if self.kernel:
             context = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
         else:
-            scores = q @ k.mT * self.scale
-            scores = scores + self.bias
-            if self.window:
-                at = torch.arange(7)
-                scores = scores.masked_fill(at[:, None] - at >= self.window, -torch.inf)
+            scores = q @ k.mT * self.scale + self.bias
             if past is None:
                 scores = scores.masked_fill(~self.mask, -torch.inf)
             context = scores.softmax(-1) @ v
@@ -299,40 +294,6 @@ def test_the_heads_of_a_loop_are_no_layers(add: bool, monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     trace, _ = require_same_answers(monkeypatch, HeadByHead(add), X)
     assert [attention.num_heads for attention in trace.attentions] == ([1] * 8 if add else [8])
-
-
-class Named(nn.Module):
-    """A learned query, whose formula names the parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.randn(1, 7, 24))
-        self.layer = Layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.layer.k(x), self.layer.v(x)
-        return x + (self.start.expand_as(x) @ k.mT).softmax(-1) @ v
-
-
-def test_a_formula_names_the_parameter_of_its_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    trace, _ = require_same_answers(monkeypatch, Model(Named() for _ in range(LAYERS)), X)
-    named = [
-        next(stage.formula for stage in attention.stages if "parameter" in stage.formula)
-        for attention in trace.attentions
-    ]
-    assert named == [f"the parameter layers.{number}.start" for number in range(LAYERS)]
-
-
-def test_a_recording_of_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(layers())
-    traces = []
-    for _ in range(2):
-        with mha_inspect.recording() as recorded:
-            model(X)
-        traces.append(repr(recorded.trace.attentions))
-        every_layer(monkeypatch)
-    assert traces[0] == traces[1]
 
 
 class Pieces(nn.Module):

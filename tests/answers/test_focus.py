@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from mha_inspect import compare_heads
 from mha_inspect.answers.focus import focus_of
 
 
@@ -33,11 +32,6 @@ def test_keys_that_the_layer_appends_have_no_position():
     (head,) = focus_of(weights, key_len=2).by_head
     assert head.distance == pytest.approx(1)
     assert head.effective_keys == pytest.approx(2)
-
-
-def test_one_key_is_spoken_of_as_one():
-    report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
-    assert report.focus.answer == "With 3 heads, each effectively attends to 1 key. With 1 head: 1 key."
 
 
 def test_the_key_with_the_largest_share_of_a_case_worked_by_hand():

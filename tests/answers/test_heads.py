@@ -132,14 +132,6 @@ def test_what_cannot_be_compared_is_refused(heads, settings, message):
         compare_heads(heads, **{**SIZES, **settings})
 
 
-def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
-    report = compare_heads((2, 2, 5, 2), **SIZES)
-    assert [count.num_heads for count in report.counts] == [2, 5]
-    alone = compare_heads((2, 2), **SIZES)
-    assert [count.num_heads for count in alone.counts] == [2]
-    assert alone.answer[0].startswith("Undecided: only one head count was given")
-
-
 @pytest.mark.parametrize("layer", ["fold-heads", "per-head"])
 def test_layers_that_only_cut_the_same_matrices_have_the_same_parameters(layer):
     report = compare_heads((2, 5), **SIZES, layer=layer)
@@ -162,17 +154,6 @@ def test_layers_whose_parameters_change_say_what_changes(layer, settings, first)
     assert (count.verdict, count.first_differing_stage) == ("differs", first)
     assert count.same_parameters == ("rope" in settings)
     assert report.answer[1].startswith("Every head count" if "rope" in settings else "The head count changes")
-
-
-def test_head_counts_that_share_keys_stand_beside_one_that_does_not():
-    """The keys' axis is `heads` where every head has its own, and `kv_heads` where it has not."""
-    sizes = {"embed_dim": 24, "batch": 3, "seq_len": 7, "num_kv_heads": 2}
-    report = compare_heads((2, 4, 12), **sizes, layer="grouped-query")
-    assert [count.num_heads for count in report.counts] == [2, 4, 12]
-    assert {stage.name: stage.axes for stage in report.stages}["k_proj"] == "batch key (kv_heads head_dim)"
-    for count in report.counts[1:]:
-        assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
-        assert f"so it is {2 * count.head_dim} features wide instead of 24" in count.reason
 
 
 def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():

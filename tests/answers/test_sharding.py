@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations
 from mha_inspect.answers.params import params
 from mha_inspect.answers.shard_plan import Plan, folded, plan_from
 from mha_inspect.answers.sharding import cut_parameters, process_group, sharded
-from mha_inspect.answers.trace import traced
 from mha_inspect.errors import InputError
 from mha_inspect.layers.bert import BertSelfAttention
 from mha_inspect.layers.grouped_query import GroupedQueryAttention
@@ -64,12 +63,6 @@ class Packed(Attention):
     def forward(self, x: Tensor) -> Tensor:
         self.q, self.k, self.v = (nn.Identity(),) * 3
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
-        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class PackedByHead(Packed):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
         return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -246,12 +239,6 @@ def test_what_cannot_be_cut_is_said_with_the_reason(module: nn.Module, ranks: in
     assert reason in str(refused.value)
 
 
-def test_rows_packed_head_by_head_can_be_cut() -> None:
-    trace, _ = sharded(subject(PackedByHead()), Show(), 2)
-    assert trace.plan == {"qkv": "colwise", "o": "rowwise"}
-    assert trace.proof.agrees
-
-
 class Rowwise(nn.Module):
     """A rank's columns of W_o, written by hand; the sum over ranks and the bias may be wrong."""
 
@@ -404,12 +391,6 @@ def test_a_users_plan_that_does_not_cut_heads_says_why(styles: Any, ranks: int, 
     assert reason in said
 
 
-def test_a_plan_that_cuts_no_heads_says_so() -> None:
-    trace, _ = sharded(subject(Attention()), Show(), 2, Plan(dict.fromkeys("qkvo", "replicate")))
-    assert trace.proof.agrees
-    assert "Every rank computes all heads." in trace.notes
-
-
 def test_a_plan_is_read_from_json_from_a_report_and_from_python(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     for content in (GOOD, {"plan": GOOD, "proof": {}}):
@@ -495,25 +476,6 @@ class Last(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(super().forward(x)).mean(-1)
-
-
-class GathersItsKeys(Attention):
-    """Every rank has keys of its own tokens, which torch gathers inside an operation, as under context_parallel."""
-
-    def forward(self, x: Tensor, mesh: Any) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        k, v = (DTensor.from_local(t, mesh, [Shard(2)]).flip(2).to_local() for t in (k, v))
-        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def test_keys_that_torch_gathers_have_their_projection() -> None:
-    with process_group(2, "cpu") as mesh:
-        trace, _ = traced(Subject(GathersItsKeys(), (torch.randn(2, 5, 24), mesh), {}), Show(), keep=False)
-    stages = {stage.name: (stage.axes, stage.shape) for stage in trace.attentions[0].stages}
-    assert stages["k_proj"] == ("batch key (heads head_dim)", (2, 5, 24))
-    assert stages["k_heads"] == ("batch heads key head_dim", (2, 8, 10, 3))
 
 
 def test_dtensors_do_not_hide_that_a_plan_is_wrong() -> None:

@@ -88,8 +88,6 @@ def report_of(invoke, mine: str, line: str) -> dict:
     "line",
     [
         f"mine:Model mine:Port --left-module {PATH}",
-        f"mine:Port mine:Model --right-module {PATH}",
-        f"mine:Model mine:Same --left-module {PATH}",
         f"mine:Model mine:Model --left-module {PATH} --right-module layers.0.attention",
     ],
 )
@@ -148,7 +146,6 @@ def test_lengths_are_those_of_the_model(invoke, mine):
         ("mine:Model torch --left-module layers.1.atention", "Did you mean layers.1.attention?"),
         ("mine:Model torch --left-module idle", "Model does not call its module idle"),
         ("mine:Model torch --right-module layers.1.attention", "side is a layer"),
-        ("torch bert --left-module layers", "side is a layer"),
         ("mine:Model torch", "--left-module or --right-module PATH"),
     ],
 )

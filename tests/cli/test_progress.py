@@ -85,9 +85,6 @@ def test_ctrl_c_shows_the_cursor_again(monkeypatch, at_once):
     [
         ("trace torch.nn:Identity --input-shape input=2x3", "tracing torch.nn:Identity"),
         ("compare-heads --embed-dim 8 --heads 1,2 --steps 3", "comparing 1 and 2 heads"),
-        ("diff torch bert --embed-dim 8 --num-heads 2", "comparing torch with bert"),
-        ("check --embed-dim 8 --num-heads 2", "checking torch"),
-        ("params --embed-dim 8 --num-heads 2", "reading torch"),
     ],
 )
 def test_what_each_command_says_that_it_does(invoke, monkeypatch, line, words):

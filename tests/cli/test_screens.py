@@ -55,11 +55,8 @@ def screen(invoke, tmp_path, monkeypatch):
     "command",
     [
         "trace",
-        "trace --layer split-heads --causal",
         "trace mine.py:Mine --embed-dim 64 --num-heads 4",
         "trace mine.py:Stack --input-shape input=2x5x24",
-        "params",
-        "compare-heads",
         "check",
         "check mine.py:Mine --embed-dim 64 --num-heads 4",
     ],
@@ -68,14 +65,6 @@ def test_a_default_answer_fits_the_screen(screen, command: str) -> None:
     lines = screen(*command.split())
     assert max(map(len, lines)) <= 80
     assert len(lines) < 24  # one is the prompt's
-
-
-def test_a_stage_is_one_line(screen) -> None:
-    lines = screen("trace", "mine.py:Mine", "--embed-dim", "64", "--num-heads", "4")
-    stages = {line.split()[0]: line for line in lines if "batch" in line}
-    assert stages["q_heads"].endswith("split")
-    assert stages["concat"].endswith("merge")
-    assert stages["scores"].endswith("q_heads · k_headsᵀ / √16")
 
 
 def test_a_model_is_one_line_an_attention_and_ends_in_its_verdict(screen) -> None:
@@ -95,20 +84,6 @@ def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(
     assert len(skipped) == 1
     monkeypatch.delenv("FORCE_COLOR")
     assert "1. heads" in invoke(*command).out.splitlines()[6]
-
-
-def test_a_high_terminal_shows_everything(screen, monkeypatch) -> None:
-    monkeypatch.setenv("LINES", "200")
-    lines = screen("trace", "mine.py:Stack", "--input-shape", "input=2x5x24")
-    assert any(line.startswith("q_heads") for line in lines)
-    assert "" in lines
-
-
-def test_what_was_not_shown_is_shown_on_a_wide_one(screen, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    lines = screen("trace")
-    assert {"bytes", "FLOPs", "memory"} <= set(" ".join(lines).split())
-    assert any("batch query (heads head_dim) -> batch heads query head_dim" in line for line in lines)
 
 
 def test_the_steps_of_a_stage_are_listed_where_there_is_no_room_for_a_formula(screen) -> None:

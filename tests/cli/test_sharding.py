@@ -52,13 +52,6 @@ def test_the_plan_the_ranks_and_the_proof_are_in_the_page_and_in_json(invoke, mi
     assert data["proof"]["of"] == "ranks"
 
 
-def test_a_plan_of_a_report_is_tried_again(invoke, mine, tmp_path):
-    file = tmp_path / "report.json"
-    target = (f"{mine}:Attention", *SMALL, "--ranks", "2")
-    assert invoke("trace", *target, "-o", str(file)).code == 0
-    assert invoke("trace", *target, "--plan", str(file)).code == 0
-
-
 def test_a_missing_sum_is_found_with_exit_code_1(invoke, mine):
     answer = invoke("trace", f"{mine}:Attention", *SMALL, "--ranks", "2", "--plan", f"{mine}:forgets_the_sum")
     assert answer.code == 1
@@ -89,9 +82,3 @@ def test_what_does_not_fit_is_refused(invoke, mine, words, reason):
     code, out, err = invoke("trace", f"{mine}:Attention", *SMALL, *words)
     assert (code, out) == (2, "")
     assert reason in err
-
-
-def test_rows_of_each_head_are_not_shown_for_a_cut_module(invoke, mine):
-    code, out, err = invoke("params", f"{mine}:Attention", *SMALL, "--ranks", "2", "--per-head")
-    assert (code, out) == (2, "")
-    assert "--ranks and --per-head cannot be combined." in err

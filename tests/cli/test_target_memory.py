@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from mha_inspect.files import memory
 
@@ -77,8 +76,13 @@ def free(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-@pytest.mark.parametrize("command", [*COMMANDS, "check"])
-@pytest.mark.parametrize("line", ["Attention --embed-dim 6 --seq-len 9000", "Piecewise --embed-dim 6"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        *((command, "Attention --embed-dim 6 --seq-len 9000") for command in (*COMMANDS, "check")),
+        ("trace", "Piecewise --embed-dim 6"),
+    ],
+)
 def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, line):
     name, *options = line.split()
     answer = invoke(command, f"{mine}:{name}", *COMMANDS.get(command, ()), *options)
@@ -87,29 +91,20 @@ def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, lin
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("line", ["--seq-len 3000000", "--embed-dim 10000000", "--embed-dim 8 --seq-len 9000"])
+@pytest.mark.parametrize("line", ["--embed-dim 10000000", "--embed-dim 8 --seq-len 9000"])
 def test_a_layer_that_takes_more_than_is_free(invoke, free, command, line):
     sides = {"compare-heads": ("--heads", "1,2"), "diff": ("torch", "bert")}.get(command, ())
     refused(invoke(command, *sides, *line.split()), "out of memory: you tried to allocate ", "--device meta for shapes")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "params"])
+@pytest.mark.parametrize("command", ["compare-heads", "params"])
 def test_a_constructor_is_refused(invoke, mine, command):
     line = (command, f"{mine}:Wide", *COMMANDS.get(command, ()), "--embed-dim", "10000000")
     refused(invoke(*line), "out of memory: you tried to allocate 400000000000000 bytes")
 
 
-def test_a_length_out_of_a_file_that_is_smaller_than_what_it_asks_for(invoke, tmp_path, free):
-    """A file of a kilobyte may ask for scores of any size, by its stride of zero."""
-    torch.save(torch.zeros(1).expand(1, 9000, 8), tmp_path / "x.pt")
-    for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
-        sizes = ("--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"))
-        refused(invoke(command, *sizes, *more), "out of memory: you tried to allocate ")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_torchs_own_word_is_told_in_a_line(invoke, mine, command):
-    line = (command, f"{mine}:Greedy", *COMMANDS[command], "--embed-dim", "6")
+def test_torchs_own_word_is_told_in_a_line(invoke, mine):
+    line = ("trace", f"{mine}:Greedy", "--embed-dim", "6")
     refused(
         invoke(*line), "out of memory: you tried to allocate 4611686018427387900 bytes", "smaller --batch or --seq-len"
     )
