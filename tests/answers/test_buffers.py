@@ -153,7 +153,7 @@ def test_buffers_of_a_checkpoint_are_told_from_weights(tmp_path: Path, x):
     torch.save(state, tmp_path / "x.pt")
     report = mha_inspect.params(tmp_path / "x.pt", x, like=model)
     assert [(missing.name, missing.buffer) for missing in report.like.missing] == [("index", True)]
-    assert [(other.name, other.buffer) for other in report.like.wrong_shape] == [("tril", True)]
+    assert [(row.name, row.buffer) for row in report.like.wrong_shape] == [("tril", True)]
     numel = 81 + HEADS + 1
     whole = sum(tensor.numel() for tensor in state.values())
     said = f"scale, slopes, tril are buffers of Attention, not weights: {numel} of the {whole:,} numbers in the file."

@@ -121,20 +121,6 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads():
     assert report.right.rounding_error < 1e-5
 
 
-def test_a_dtype_costs_what_it_is_off_the_exact_result():
-    report = diff("torch", "torch", left_set={"dtype": "bfloat16"})
-    weights = canonical_weights(SPEC)
-    exact = run("torch", weights, dtype="float64")
-    rough, fine = run("torch", weights, dtype="bfloat16").double(), run("torch", weights).double()
-    assert report.left.rounding_error == pytest.approx(float((rough - exact).abs().max()))
-    assert report.right.rounding_error == pytest.approx(float((fine - exact).abs().max()))
-    assert report.output.max_abs_difference == pytest.approx(float((rough - fine).abs().max()))
-    assert (report.noise.dtype, report.noise.sides) == ("bfloat16", ("left",))
-    assert report.outcome == "same"
-    assert stage(report, "query").max_abs_difference > 0
-    assert any("Accuracy by dtype (bfloat16, float32)" in sentence for sentence in report.answer)
-
-
 def test_appended_keys_leave_nothing_to_subtract_and_say_so():
     report = diff("torch", "per-head", add_bias_kv=True)
     row = stage(report, "k_heads")

@@ -108,18 +108,14 @@ class Layer(nn.Module):
         self.register_buffer("mask", torch.ones(7, 7, dtype=torch.bool).tril())
         self.register_buffer("bias", torch.zeros(()))
 
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        if past is not None:
-            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
         self.keys = k
         if self.kernel:
             context = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
         else:
             scores = q @ k.mT * self.scale + self.bias
-            if past is None:
-                scores = scores.masked_fill(~self.mask, -torch.inf)
-            context = scores.softmax(-1) @ v
+            context = scores.masked_fill(~self.mask, -torch.inf).softmax(-1) @ v
         return x + self.o(context.transpose(1, 2).flatten(2))
 
 
@@ -186,7 +182,7 @@ class Picking(Layer):
         super().__init__()
         self.register_buffer("order", torch.arange(24))
 
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.q(x)[..., self.order], self.k(x), self.v(x))
@@ -211,27 +207,6 @@ def test_weights_that_two_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in made:
         layer.q = made[0].q
     require_same_parameters(monkeypatch, Model(made), X)
-
-
-def test_one_module_that_is_called_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = layers()[0]
-    trace, run = require_same_answers(monkeypatch, Model([layer] * LAYERS), X)
-    assert [attention.call for attention in trace.attentions] == [*range(1, LAYERS + 1)]
-    assert number_of_distinct(run) < LAYERS
-
-
-class Cached(Model):
-    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        for layer, pair in zip(self.layers, past, strict=True):
-            x = layer(x, pair)
-        return x
-
-
-def test_a_cache_of_another_length_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    past = [(torch.randn(2, 3, 5 + (number == DIFFERENT), 8),) * 2 for number in range(LAYERS)]
-    trace, _ = require_same_answers(monkeypatch, Cached(layers()), X, past)
-    lengths = [attention.cache and attention.cache.past for attention in trace.attentions]
-    assert lengths == [5 + (number == DIFFERENT) for number in range(LAYERS)]
 
 
 # -- what comes after the layers --------------------------------------------------------------------------------------
@@ -267,33 +242,6 @@ class Skipping(Model):
 def test_the_state_of_a_middle_layer_that_is_read_later_leaves_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = require_same_answers(monkeypatch, Skipping(layers()), X)
     assert number_of_distinct(run) == LAYERS + 1
-
-
-class HeadByHead(nn.Module):
-    """Eight heads in a loop, each with a W_o of its own that is added, or concatenated before one W_o."""
-
-    def __init__(self, add: bool) -> None:
-        super().__init__()
-        self.add = add
-        self.parts = nn.ModuleList(nn.ModuleList(nn.Linear(24, 3) for _ in range(3)) for _ in range(8))
-        self.outs = nn.ModuleList(nn.Linear(3, 24) for _ in range(8))
-        self.out = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total, contexts = x * 0, []
-        for parts, out in zip(self.parts, self.outs, strict=True):
-            q, k, v = (part(x) for part in parts)
-            context = (q @ k.mT / 3**0.5).softmax(-1) @ v
-            contexts.append(context)
-            total = total + out(context)
-        return total if self.add else self.out(torch.cat(contexts, -1))
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_the_heads_of_a_loop_are_no_layers(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    trace, _ = require_same_answers(monkeypatch, HeadByHead(add), X)
-    assert [attention.num_heads for attention in trace.attentions] == ([1] * 8 if add else [8])
 
 
 class Pieces(nn.Module):

@@ -20,8 +20,8 @@ def test_equal_weights_look_at_every_key():
 def test_queries_without_a_key_are_left_out():
     weights = torch.full((1, 2, 2, 4), 0.25)
     weights[0, 1, 0] = math.nan
-    found = focus_of(weights)
-    assert [head.effective_keys for head in found.by_head] == [pytest.approx(4), pytest.approx(4)]
+    focus = focus_of(weights)
+    assert [head.effective_keys for head in focus.by_head] == [pytest.approx(4), pytest.approx(4)]
     nothing = focus_of(torch.full((1, 2, 2, 4), math.nan)).by_head[0]
     assert math.isnan(nothing.effective_keys)
     assert math.isnan(nothing.share)

@@ -132,14 +132,6 @@ def test_what_cannot_be_compared_is_refused(heads, settings, message):
         compare_heads(heads, **{**SIZES, **settings})
 
 
-@pytest.mark.parametrize("layer", ["fold-heads", "per-head"])
-def test_layers_that_only_cut_the_same_matrices_have_the_same_parameters(layer):
-    report = compare_heads((2, 5), **SIZES, layer=layer)
-    assert report.counts[1].same_parameters
-    assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "scores")
-    assert report.answer[1].startswith("Every head count uses the same")
-
-
 @pytest.mark.parametrize(
     ("layer", "settings", "first"),
     [

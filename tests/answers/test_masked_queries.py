@@ -41,14 +41,6 @@ def test_what_becomes_of_them_is_what_comes_out(layer: str) -> None:
     assert said(trace_layer(spec, PADDED, run, layer=layer)) == sentence("5 queries have", 0, 1, fate)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "item"), [(PADDED, 1), (InputSpec(seq_len=5, padding=(5,), unbatched=True), 0)], ids=["batch", "item"]
-)
-def test_they_are_found_in_every_layout(inputs: InputSpec, item: int) -> None:
-    spec = AttentionSpec(**SIZES, batch_first=False)
-    assert f"query 0 of batch item {item}" in said(trace_layer(spec, inputs, RunSpec()))
-
-
 def test_one_head_without_keys_is_enough(tmp_path: Path) -> None:
     mask = torch.zeros(3 * 2, 5, 5, dtype=torch.bool)
     mask[2 * 2 + 1, 3] = True  # batch row 2, the second head, query 3

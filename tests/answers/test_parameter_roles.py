@@ -45,9 +45,9 @@ def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[s
     module = LAYERS["torch"].build(spec)
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
-    found = params(Subject(module, tuple(given), {}), per_head=True)
+    report = params(Subject(module, tuple(given), {}), per_head=True)
     declared = ROLES["torch"](spec)
-    rows = [(row.name, row.axes, row.role, row.heads) for row in found.parameters]
+    rows = [(row.name, row.axes, row.role, row.heads) for row in report.parameters]
     assert rows == [(name, declared[name].axes, declared[name].text, declared[name].slices()) for name, *_ in rows]
 
 
@@ -71,14 +71,14 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
             forward = built_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
             continue  # a layer has no use for every setting
-        found = params(forward, per_head=True).parameters
+        read = params(forward, per_head=True).parameters
         declared = ROLES[layer](forward.spec)
-        assert [row.heads for row in found] == [declared[row.name].slices() for row in found]
+        assert [row.heads for row in read] == [declared[row.name].slices() for row in read]
         # A loop of one turn is no loop, heads that are not shared are heads, and which features are read is not told.
         alike = layer == "grouped-query" and spec.kv_heads == spec.num_heads
         if layer != "narrow" and not alike and not (layer == "per-head" and spec.num_heads == 1):
-            told = [(declared[row.name].axes, declared[row.name].text) for row in found]
-            assert [(row.axes, row.role) for row in found] == told
+            told = [(declared[row.name].axes, declared[row.name].text) for row in read]
+            assert [(row.axes, row.role) for row in read] == told
         seen += 1
     assert seen >= 2
 
@@ -181,23 +181,23 @@ GATES = "; W_g gates the context before W_o"
 )
 def test_a_gate_is_told_by_head(kind: str, name: str, axes: str, roles: tuple[str, str]) -> None:
     module, x = Gated(kind), torch.randn(2, 5, 12)
-    found = read_off(module, x)
-    assert (found[f"{name}.weight"].role, found[f"{name}.bias"].role) == roles
-    assert found[f"{name}.bias"].axes == axes
+    by_name = read_off(module, x)
+    assert (by_name[f"{name}.weight"].role, by_name[f"{name}.bias"].role) == roles
+    assert by_name[f"{name}.bias"].axes == axes
     formulas = {stage.name: stage.formula for stage in mha_inspect.trace(module, x).attentions[0].stages}
     assert formulas["v_heads" if kind == "values" else "concat"].endswith(" in heads, then gate (sigmoid)")
 
 
 def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
-    found = read_off(layer, torch.randn(3, 5, 14))
-    assert found["linear1.weight"].role == found["linear1.bias"].role == "Linear"
-    assert found["norm1.weight"].role == "LayerNorm"
-    assert found["linear1.weight"].heads is None
-    assert found["self_attn.in_proj_weight"].heads
+    by_name = read_off(layer, torch.randn(3, 5, 14))
+    assert by_name["linear1.weight"].role == by_name["linear1.bias"].role == "Linear"
+    assert by_name["norm1.weight"].role == "LayerNorm"
+    assert by_name["linear1.weight"].heads is None
+    assert by_name["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
     assert report.notes == (
-        "No attention was found. Each role is the class of the layer, or the operation that uses the parameter.",
+        "No attention was by_name. Each role is the class of the layer, or the operation that uses the parameter.",
     )
 
 

@@ -144,16 +144,6 @@ def test_nothing_of_the_module_changes_and_no_process_group_stays() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_fixed_head_count_needs_dtensors_and_the_code_says_so() -> None:
-    x = torch.randn(2, 5, 24)
-    trace, _ = sharded(subject(SplitHeadsAttention(24, 8), x, x, x), Show(), 4)
-    assert trace.proof.agrees
-    assert trace.attentions[0].num_heads == 2
-    assert trace.plan_code is not None
-    assert "use_local_output=False" in trace.plan_code
-    assert "with implicit_replication(), sdpa_kernel(SDPBackend.MATH):" in trace.plan_code  # as in the proof
-
-
 def test_heads_without_an_output_projection_are_joined() -> None:
     trace, _ = sharded(subject(BertSelfAttention(24, 8)), Show(), 4)
     assert trace.plan == {"query": "colwise", "key": "colwise", "value": "colwise"}
@@ -175,25 +165,6 @@ def test_grouped_keys_are_cut_or_copied() -> None:
     assert "Every rank computes all heads." not in alone.notes
     axes = {stage.name: stage.axes for stage in alone.attentions[0].stages}
     assert axes["k_heads"] == "heads head_dim key"  # of a piece of the copied heads, which the simulation takes
-
-
-class OneKey(Attention):
-    """One key head, expanded before it is normed: in memory each query head has its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k, self.v = nn.Linear(24, 3), nn.Linear(24, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 3)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        k, v = (nn.functional.rms_norm(t.expand(-1, q.shape[1], -1, -1), (3,)) for t in (k, v))
-        return self.o(((q @ k.mT / 3**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def test_one_key_head_is_copied_also_if_each_query_has_its_own() -> None:
-    trace, _ = sharded(subject(OneKey()), Show(), 4)
-    assert trace.plan == {"q": "colwise", "k": "replicate", "v": "replicate", "o": "rowwise"}
-    assert trace.proof.agrees
 
 
 def test_the_printed_code_runs_as_it_is() -> None:
@@ -440,30 +411,6 @@ def test_one_head_of_one_feature_has_no_whole_shape() -> None:
     trace, _ = sharded(subject(Attention(4, 1), torch.randn(2, 5, 4)), Show(), 4)
     assert trace.proof.agrees
     assert [stage.whole for stage in trace.attentions[0].stages if stage.whole is not None] == []
-
-
-class Grouped(Attention):
-    """Key heads repeated for the queries: as DTensors they are copies, and torch may gather the queries."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-        self.k, self.v = (nn.Linear(32, 8) for _ in "kv")
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize(("items", "heads"), [(1, 2), (2, 8)])
-def test_heads_that_torch_gathers_are_all_heads(items: int, heads: int) -> None:
-    trace, _ = sharded(subject(Grouped(), torch.randn(items, 5, 32)), Show(), 4)
-    assert trace.proof.agrees
-    assert trace.ranks is not None
-    scores = next(stage.shape for stage in trace.attentions[0].stages if stage.name == "scores")
-    assert scores == (items, heads, 5, 5)
-    assert {trace.attentions[0].num_heads, *(rank.heads for rank in trace.ranks)} == {heads}
-    assert ("Every rank computes all heads." in trace.notes) == (heads == 8)
 
 
 class Last(Attention):

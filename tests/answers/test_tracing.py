@@ -23,14 +23,14 @@ from ..drawn import Case, Setting, dims_of, settings_of, sizes_of
 def test_stages_hold_what_the_formulas_give_in_the_axes_that_they_say(setting: Setting) -> None:
     case = Case(setting)
     assert len(case.seen.attentions) == 1
-    found, names = case.seen.attentions[0]
+    recorded, names = case.seen.attentions[0]
     spec = case.forward.spec
     assert (names.num_heads, names.num_kv_heads, names.head_dim) == (spec.num_heads, spec.kv_heads, spec.head_dim)
     patterns = case.axes.stages[0]
-    assert list(patterns) == list(found.stages) == [stage for stage in STAGES if stage in found.stages]
+    assert list(patterns) == list(recorded.stages) == [stage for stage in STAGES if stage in recorded.stages]
     for stage, pattern in patterns.items():
         value, sizes = case.value(stage), case.sizes_in(stage)
-        assert value.shape == found.stages[stage].shape
+        assert value.shape == recorded.stages[stage].shape
         assert [prod(sizes[name] for name in dim) for dim in dims_of(pattern)] == list(value.shape), (stage, pattern)
         content = canonical(value, stage, pattern, sizes_of(case.forward))
         assert content is not None, (stage, pattern)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 
 from ..schemas import load_schema
 
@@ -114,31 +113,6 @@ def report_of(invoke, target: str, *line: str) -> dict:
     data = json.loads(out, parse_constant=pytest.fail)
     jsonschema.Draft202012Validator(load_schema("compare-heads")).validate(data)
     return data
-
-
-def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
-    """The oracle: the same class with the same weights and its number of heads changed from outside."""
-    data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2,11")
-    namespace: dict = {}
-    exec(CODE, namespace)
-    torch.manual_seed(0)
-    module = namespace["Tutorial"](22, 1)
-    code, out, err = invoke(
-        *["trace", f"{mine}:Tutorial", "--embed-dim", "22", "--num-heads", "1", *SIZES, "--values", "--json"]
-    )
-    assert code == 0, err
-    x = torch.tensor(json.loads(out)["attentions"][0]["stages"][0]["values"]["data"])
-    with torch.no_grad():
-        outputs = {}
-        for module.heads in (1, 2, 11):
-            outputs[module.heads] = module(x)
-    rows = {row["num_heads"]: row for row in data["counts"]}
-    assert list(rows) == [1, 2, 11]
-    for count, row in rows.items():
-        assert row["max_abs_difference"] == pytest.approx(float((outputs[count] - outputs[1]).abs().max()), rel=1e-4)
-        assert (row["head_dim"], row["same_parameters"]) == (22 // count, True)
-    assert [rows[count]["first_differing_stage"] for count in rows] == [None, "scores", "scores"]
-    assert (data["outcome"], data["baseline"]) == ("differs", 1)
 
 
 def test_parameters_of_another_shape_are_named(invoke, mine):

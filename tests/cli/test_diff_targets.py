@@ -28,13 +28,10 @@ class Packed(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
-    def changed(self, scores):
-        return scores
-
     def forward(self, x):
         b, n, c = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = self.changed(q @ k.mT / math.sqrt(self.width)).softmax(-1)
+        weights = (q @ k.mT / math.sqrt(self.width)).softmax(-1)
         return self.proj((weights @ v).transpose(1, 2).reshape(b, n, c))
 
 
@@ -64,12 +61,6 @@ class Transposed(nn.Module):
         q, k, v = ((x @ self.w[n]).unflatten(-1, (self.heads, -1)).transpose(1, 2) for n in range(3))
         weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         return (weights @ v).transpose(1, 2).flatten(2) @ self.w[3]
-
-
-class Causal(Packed):
-    def changed(self, scores):
-        n = scores.shape[-1]
-        return scores.masked_fill(torch.ones(n, n).triu(1) > 0, float("-inf"))
 
 
 class Normed(nn.Module):
@@ -102,25 +93,6 @@ class Ids(nn.Module):
 
     def forward(self, input_ids):
         return self.attention(self.table(input_ids))
-
-
-class Padded(Packed):
-    """The last keys of every sequence are padding, all of them in the second."""
-
-    def __init__(self, dim, num_heads=2, low=-1e9):
-        super().__init__(dim, num_heads)
-        self.low = low
-
-    def changed(self, scores):
-        n = scores.shape[-1]
-        padded = torch.arange(n) >= n - torch.tensor([0, n, 2])[:, None]
-        return scores.masked_fill(padded[:, None, None], self.low)
-
-
-class PaddedStack(Stack):
-    def __init__(self, dim, num_heads=2, low=-1e9):
-        super().__init__(dim)
-        self.blocks = nn.ModuleList(Padded(dim, 2, low) for _ in range(2))
 
 
 class Bare(nn.Module):
@@ -216,33 +188,6 @@ def test_the_weights_are_those_of_the_left(invoke, mine):
         x = torch.randn(3, 5, 22, generator=torch.Generator().manual_seed(2))
         torch.testing.assert_close(separate(x, x, x), layer(x, x, x)[0])
     assert data["output"]["verdict"] == "same"
-
-
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        ("mine:Packed torch --left-set whole_width=true", "scores"),
-        ("mine:Causal mine:Packed", "weights"),
-        ("mine:Packed torch --right-set causal=true", "weights"),
-    ],
-)
-def test_where_two_part(invoke, mine, line, stage):
-    data = report_of(invoke, mine, line)
-    assert (data["outcome"], data["first_differing_stage"]) == ("differs", stage)
-    assert data["weights"]["whole"] is True
-    assert verdicts(data)["q_heads"] == "same"
-
-
-def test_the_page_has_both_source_lines_and_what_was_called(invoke, mine):
-    out = invoke("diff", f"{mine}:Packed", f"{mine}:Separate", "--left-set", "whole_width=true", *SIZES).out
-    first = out.partition("first stage that differs\n")[2].splitlines()
-    assert first[0].startswith("stage  scores, ")
-    lines = CODE.splitlines()
-    numbers = [1 + next(n for n, text in enumerate(lines) if part in text) for part in ("(q @ k.mT", "scaled_dot")]
-    assert f"mine.py:{numbers[0]}" in first[1]
-    assert f"mine.py:{numbers[1]}" in first[2]
-    assert "Separate: Called with query float32 [3, 5, 22]" in " ".join(out.split())
-    assert "Packed with whole_width true" in out
 
 
 def test_several_attentions_are_paired_in_order(invoke, mine):
@@ -369,17 +314,6 @@ def test_bad_input(invoke, mine, line, code, said):
     assert said in answer.err
     assert "Traceback" not in answer.err
     assert answer.err.count("\n") <= 2
-
-
-def test_queries_without_a_key(invoke, mine):
-    data = report_of(invoke, mine, "mine:Padded mine:Padded --right-set low=-inf")
-    assert (data["outcome"], data["output"]["max_abs_difference"]) == ("differs", "Infinity")
-    assert data["answer"][-1] == (
-        "5 queries have every key masked out (first: query 0 of batch item 1): "
-        "their weights are uniform in Padded and NaN in Padded with low -inf."
-    )
-    data = report_of(invoke, mine, "mine:PaddedStack mine:PaddedStack --right-set low=-inf")
-    assert "5 queries have every key masked out" in data["answer"][-1]
 
 
 @pytest.mark.parametrize("line", ["mine:Bare mine:Packed", "mine:Packed mine:Bare"])

@@ -54,16 +54,6 @@ def test_an_export_is_what_is_printed(invoke, tmp_path):
         assert target.read_text(encoding="utf-8") == answer.out
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_an_export_that_fails_leaves_the_answer_on_stdout(invoke, tmp_path):
-    link = tmp_path / "report.txt"
-    link.symlink_to("/dev/full")
-    code, out, err = invoke("params", *SMALL["params"], "--export", str(link))
-    assert code == 2
-    assert out == invoke("params", *SMALL["params"]).out
-    assert "No space left on device" in err
-
-
 @each_command
 def test_every_shared_option_is_taken_by_every_command_that_has_it(invoke, command):
     sizes = SMALL[command][:4]

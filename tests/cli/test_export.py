@@ -54,16 +54,6 @@ def test_a_new_file_gets_the_users_umask(tmp_path):
 
 
 @posix
-def test_an_existing_file_keeps_its_mode(tmp_path):
-    target = tmp_path / "a.txt"
-    target.write_text("before")
-    target.chmod(0o604)
-    Destination.of(target).write(TEXT)
-    assert target.read_text(encoding="utf-8") == TEXT
-    assert stat.S_IMODE(target.stat().st_mode) == 0o604
-
-
-@posix
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     real = tmp_path / "real" / "a.txt"

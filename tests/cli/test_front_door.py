@@ -11,30 +11,19 @@ import pytest
 import torch
 
 from ..warm import Answer
+from .code import ATTENTION
 
 Program = Callable[..., Answer]
 
-MODEL = """
-import torch
-from torch import nn
-
+MLP = """
 class MLP(nn.Module):
     def __init__(self, embed_dim=16):
         super().__init__()
         self.linear = nn.Linear(embed_dim, embed_dim)
     def forward(self, x):
         return self.linear(x)
-
-class Attention(nn.Module):
-    def __init__(self, embed_dim=16, num_heads=2):
-        super().__init__()
-        self.heads = num_heads
-        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
 """
+MODEL = ATTENTION + MLP
 BLOCK = """
 class Block(nn.Module):
     def __init__(self, embed_dim=16, num_heads=2):
@@ -59,7 +48,7 @@ class Model(nn.Module):
     def forward(self, x):
         return self.attention(x)
 """
-MLP_ALONE = MODEL.partition("class Attention")[0]
+MLP_ALONE = "from torch import nn\n" + MLP
 FUNCTION = "import torch\n\ndef make():\n    return torch.nn.MultiheadAttention(8, 2), (torch.ones(3, 1, 8),) * 3\n"
 BUILT = MODEL + "\nmodel = Attention(8, 4)\n"
 FILES = {
@@ -104,8 +93,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def report(invoke: Program, line: str) -> dict[str, Any]:
     answer = invoke(*line.split(), "--json")
     assert answer.code in (0, 1), answer.err
-    found: dict[str, Any] = json.loads(answer.out)
-    return found
+    data: dict[str, Any] = json.loads(answer.out)
+    return data
 
 
 @pytest.mark.parametrize(
@@ -124,10 +113,10 @@ def report(invoke: Program, line: str) -> dict[str, Any]:
 )
 @pytest.mark.usefixtures("here")
 def test_a_target_alone_is_traced(invoke: Program, typed: str, name: str, attentions: int) -> None:
-    found = report(invoke, typed)
-    assert found["command"] == "trace"
-    assert found["layer"]["name"] == name
-    assert len(found["attentions"]) == attentions
+    data = report(invoke, typed)
+    assert data["command"] == "trace"
+    assert data["layer"]["name"] == name
+    assert len(data["attentions"]) == attentions
 
 
 @pytest.mark.usefixtures("here")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 
 import pytest
 
@@ -64,26 +62,6 @@ def test_help_on_a_terminal_is_bold_only_where_that_is_wanted(invoke, command, v
     shown = invoke(command, "--help-all").out
     assert ("\x1b[1mLayer\x1b[0m:" in shown) == (not variables)
     assert set(re.findall("\x1b\\[[0-9;]*m", shown)) == (set() if variables else {"\x1b[1m", "\x1b[0m"})
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_help_on_a_terminal_is_within_its_width(entry_point, environment, command):
-    master, slave = os.openpty()
-    done = subprocess.Popen(
-        [*entry_point, command, "--help-all"], stdout=slave, stdin=slave, env=environment(COLUMNS="60")
-    )
-    os.close(slave)
-    shown = b""
-    try:
-        while part := os.read(master, 65536):
-            shown += part
-    except OSError:  # Linux reports the end of a pseudo-terminal as an error.
-        pass
-    os.close(master)
-    assert done.wait(60) == 0
-    lines = re.sub("\x1b\\[[0-9;]*m", "", shown.decode().partition("Examples")[0]).splitlines()
-    assert "Layer:" in lines
-    assert max(map(len, lines)) <= 60
 
 
 def test_the_first_page_names_the_command_and_fits_a_small_terminal(invoke, command):

@@ -155,18 +155,6 @@ def test_an_export_to_a_pipe_that_nobody_reads_is_not_waited_for(invoke, tmp_pat
 
 
 @posix
-def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
-    os.mkfifo(tmp_path / "x.txt")
-    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
-        assert code == 0
-        assert os.read(reader, 1 << 20).decode() == out
-    finally:
-        os.close(reader)
-
-
-@posix
 def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
     link = tmp_path / "x.json"
     link.symlink_to(link)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -204,7 +203,6 @@ import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
 """
-LITTLE_ROOM = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
 
 
 @pytest.mark.parametrize(
@@ -226,16 +224,6 @@ def test_so_it_is_through_the_installed_program(program, folder, line, code, sai
     assert answer.err.startswith("mha-inspect: ")
     assert answer.err.count("\n") <= 2
     assert said in answer.err
-
-
-def test_a_file_that_was_there_is_kept_when_there_is_no_room(program, tmp_path):
-    (tmp_path / "report.json").write_text("before")
-    line = "trace --embed-dim 6 --num-heads 2 --seq-len 3 --stats --export report.json"
-    code, _, err = program(*line.split(), cwd=tmp_path, before=LITTLE_ROOM)
-    assert code == 2
-    assert "report.json could not be written: File too large. The existing file was not changed." in err
-    assert (tmp_path / "report.json").read_text() == "before"
-    assert os.listdir(tmp_path) == ["report.json"]
 
 
 def test_what_was_typed_cannot_move_the_cursor(invoke):

@@ -6,33 +6,22 @@ import re
 
 import pytest
 
-FILE = """
-from torch import nn
+from .code import ATTENTION
 
+FILE = (
+    ATTENTION
+    + """
 
-class Mine(nn.Module):
-    def __init__(self, d_model, n_heads):
-        super().__init__()
-        self.n_heads = n_heads
-        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
-
-    def heads(self, x):
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-
-    def forward(self, x):
-        q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
-        return self.out(((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
-
-
-class Scrambled(Mine):
-    def heads(self, x):
-        return x.view(x.shape[0], self.n_heads, x.shape[1], -1)
+class Scrambled(Attention):
+    def split(self, x):
+        return x.view(x.shape[0], self.num_heads, x.shape[1], -1)
 
 
 class Stack(nn.Sequential):
     def __init__(self):
-        super().__init__(*(Mine(24, 4) for _ in range(12)))
+        super().__init__(*(Attention(24, 4) for _ in range(12)))
 """
+)
 
 
 @pytest.fixture
@@ -55,10 +44,10 @@ def screen(invoke, tmp_path, monkeypatch):
     "command",
     [
         "trace",
-        "trace mine.py:Mine --embed-dim 64 --num-heads 4",
+        "trace mine.py:Attention --embed-dim 64 --num-heads 4",
         "trace mine.py:Stack --input-shape input=2x5x24",
         "check",
-        "check mine.py:Mine --embed-dim 64 --num-heads 4",
+        "check mine.py:Attention --embed-dim 64 --num-heads 4",
     ],
 )
 def test_a_default_answer_fits_the_screen(screen, command: str) -> None:
@@ -79,7 +68,8 @@ def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(
     lines = screen(*command)
     assert lines[0].startswith("1 problem: The heads of the query, key and value are split without transpose")
     monkeypatch.setenv("LINES", "10")
-    assert screen(*command)[-1].endswith("(mine.py:21)")
+    line = 1 + FILE[: FILE.index("x.view(")].count("\n")
+    assert screen(*command)[-1].endswith(f"(mine.py:{line})")
     skipped = [line for line in screen(*command) if line.startswith("skipped")]
     assert len(skipped) == 1
     monkeypatch.delenv("FORCE_COLOR")

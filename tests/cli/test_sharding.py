@@ -8,25 +8,14 @@ import jsonschema
 import pytest
 
 from ..schemas import load_schema
+from .code import ATTENTION
 
 pytest.importorskip("torch.distributed._local_tensor")
 
 SMALL = ("--embed-dim", "24", "--num-heads", "4", "--seq-len", "5")
-CODE = """
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, embed_dim, num_heads):
-        super().__init__()
-        self.head_dim = embed_dim // num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
-
+CODE = (
+    ATTENTION
+    + """
 
 def forgets_the_sum(module, mesh):
     from torch.distributed.tensor import Partial
@@ -36,6 +25,7 @@ def forgets_the_sum(module, mesh):
     styles["o"] = RowwiseParallel(output_layouts=Partial())
     parallelize_module(module, mesh, styles, src_data_rank=None)
 """
+)
 
 
 def test_the_plan_the_ranks_and_the_proof_are_in_the_page_and_in_json(invoke, mine):

@@ -60,8 +60,9 @@ def test_a_setting_that_cannot_be_read(texts, said):
 
 
 def planned(left: str, right: str, *texts: str, **options: object) -> list[PlannedLayer]:
-    sides = [AskedSide("left", left, [*texts], None), AskedSide("right", right, [], None)]
-    return [planned_layer(Options(**options), side, other.kind) for side, other in zip(sides, sides[::-1], strict=True)]
+    on_left, on_right = AskedSide("left", left, [*texts], None), AskedSide("right", right, [], None)
+    asked_of_both = Options(**options)
+    return [planned_layer(asked_of_both, on_left, on_right.kind), planned_layer(asked_of_both, on_right, on_left.kind)]
 
 
 def test_a_flag_that_one_layer_has_no_use_for_stays_with_the_other():

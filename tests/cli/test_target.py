@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 import torch
 
-from ..hf_sizes import flags_of
 from ..schemas import load_schema
 
 STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
@@ -29,9 +28,9 @@ def test_json_of_a_model_has_every_attention(invoke):
     answer = invoke(*line)
     data = data_of(answer)
     jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
-    assert [one["module"] for one in data["attentions"]] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert {tuple(one["kind"]) for one in data["attentions"]} == {("self", "causal")}
-    assert {(one["num_heads"], one["head_dim"]) for one in data["attentions"]} == {(2, 7)}
+    assert [attention["module"] for attention in data["attentions"]] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert {tuple(attention["kind"]) for attention in data["attentions"]} == {("self", "causal")}
+    assert {(attention["num_heads"], attention["head_dim"]) for attention in data["attentions"]} == {(2, 7)}
     assert data["layer"]["name"] == "GPT"
     assert data["layer"]["spec"]["config.n_embd"] == 14
     assert data["environment"]["seed"] == 7
@@ -249,20 +248,6 @@ def test_through_the_installed_program(program, tmp_path):
     assert json.loads(out)["layer"]["spec"] == {"embed_dim": 14, "num_heads": 2}
     assert "hello" in err
     assert "from a child" in err
-
-
-DECODE = ("trace", "hf:gpt2", *flags_of("gpt2"), "--seq-len", "6", "--decode", "2")
-
-
-def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
-    pytest.importorskip("transformers")
-    data = data_of(invoke(*DECODE, "--json"))
-    jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
-    assert [(row["queries"], row["past"], row["new"]) for row in data["steps"]] == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
-    shapes = {stage["name"]: stage["shape"] for stage in data["attentions"][0]["stages"]}
-    assert data["steps"][-1]["scores"] == shapes["scores"] == [1, 4, 1, 6]
-    assert data["steps"][-1]["flops"] == sum(stage["flops"] for one in data["attentions"] for stage in one["stages"])
-    assert (data["decode"]["verdict"], data["decode"]["tokens"]) == ("same", 6)
 
 
 def test_names_of_a_cache_without_decode_are_refused(invoke):
