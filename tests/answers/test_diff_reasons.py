@@ -404,3 +404,18 @@ class Capped(nn.Module):
 def test_a_soft_cap_is_not_called_a_bias() -> None:
     x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     assert not diff(Capped(), type("Side", (Capped,), {"cap": 9.0})(), x).reasons
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_copies_in_another_order_are_told() -> None:
+    report = compared(ByHead(), Renamed())
+    assert report.outcome == "same"
+    assert "(heads qkv head_dim) -> (qkv heads head_dim)" in " ".join(report.answer)

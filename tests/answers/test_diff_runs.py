@@ -115,3 +115,34 @@ def test_weights_of_other_sizes_are_said_to_be_so(x):
     assert report.weights.sentence.endswith(", as far as they fit.")
     assert report.weights.left_out[0].startswith("W_k and W_v ")
     assert "[22, 7] in LowRank" in report.weights.left_out[0]
+
+
+class ByMatrix(nn.Module):
+    """A projection as `x @ weight`, with the names and the shapes of a square nn.Linear."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inner, outer)), nn.Parameter(torch.randn(outer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+class Square(nn.Module):
+    def __init__(self, make: type[nn.Module]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (make(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (side(x).unflatten(-1, (4, 6)).transpose(1, 2) for side in (self.q, self.k, self.v))
+        return self.o(((q @ k.mT / 6**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_square_weights_that_are_read_transposed_are_copied_by_head():
+    torch.manual_seed(0)
+    sides, x = (Square(nn.Linear).eval(), Square(ByMatrix).eval()), torch.randn(2, 5, 24)
+    report = mha_inspect.diff(*sides, x, same_weights=True)
+    assert report.weights.whole
+    assert report.weights.sentence.startswith("Copied by head")
+    assert "q.weight, k.weight, v.weight and 1 more transposed" in report.weights.sentence
+    assert all(stage.verdict == "same" for stage in report.stages)

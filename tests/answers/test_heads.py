@@ -158,3 +158,11 @@ def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
     assert shapes["q_heads"] == tuple((batch, heads, queries, width // heads) for heads in (1, 2, 5))
     assert {stage.name for stage in report.stages if stage.same} >= {"query", "q_proj", "concat", "output"}
     assert not {stage.name for stage in report.stages if stage.same} & {"q_heads", "scores", "weights", "context"}
+
+
+def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
+    report = compare_heads((2, 2, 5, 2), **SIZES)
+    assert [count.num_heads for count in report.counts] == [2, 5]
+    alone = compare_heads((2, 2), **SIZES)
+    assert [count.num_heads for count in alone.counts] == [2]
+    assert alone.answer[0].startswith("Undecided: only one head count was given")

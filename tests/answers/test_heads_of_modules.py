@@ -245,3 +245,32 @@ def test_a_mask_of_one_head_count_alone_is_told_beside_the_split(x):
     assert sentence.endswith("query 0 sees keys 0–6 with 1 head and key 0 with 5 heads.")
     assert not said(Attention)
     assert not said(BestKeys)
+
+
+class Stack(nn.Module):
+    def __init__(self, heads, mask, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(DIM, heads, mask) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_focus_tells_several_attentions_apart(x):
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x, focus=True)
+    places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
+    assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
+    assert "With 3 heads in each of 2 attentions" in report.focus.answer
+    assert "2 blocks.1" in repr(report)
+
+
+def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
+    class Overflows(Attention):
+        def forward(self, x):
+            return super().forward(x) / 0  # inf or -inf, by the sign of what the heads give
+
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
+    assert report.outcome == "differs"
+    assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")

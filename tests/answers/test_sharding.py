@@ -443,3 +443,8 @@ def test_a_users_plan_may_cut_weights_that_are_tied() -> None:
     assert sharded(subject(tied), Show(), 2, Plan(GOOD))[0].proof.agrees
     with pytest.raises(InputError, match="k has the weight of q"):
         sharded(subject(tied), Show(), 2)
+
+
+def test_a_replicated_key_is_a_copy_and_right() -> None:
+    styles: Any = GOOD | {"k": "replicate", "v": "replicate"}
+    assert sharded(subject(Attention()), Show(), 2, Plan(styles))[0].proof.agrees

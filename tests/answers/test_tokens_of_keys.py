@@ -173,3 +173,8 @@ def test_keys_that_are_other_tokens_are_said(sizes: tuple[int, int]) -> None:
 )
 def test_a_right_cache_is_not_accused(module: nn.Module) -> None:
     assert report_of(module, Intent()).findings == ()
+
+
+def test_a_ring_whose_mask_is_by_token_shows_no_later_token() -> None:
+    findings = report_of(Slots(6, right=True), Intent()).findings
+    assert [finding.sentence for finding in findings if "overwritten" in finding.sentence] == []

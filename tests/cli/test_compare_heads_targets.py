@@ -190,3 +190,9 @@ def test_params_says_in_words_that_no_head_has_a_part_of_its_own(invoke, mine):
     code, out, _ = invoke("params", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3", "--per-head")
     assert code == 0
     assert "by head\nNo parameter has a part that belongs to one head only." in out
+
+
+def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invoke, mine):
+    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--set", "d_model=12", *SIZES, "--json")
+    assert code == 0
+    assert [row["num_heads"] for row in json.loads(out)["counts"]] == [1, 2, 4]

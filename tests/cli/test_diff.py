@@ -65,6 +65,7 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch):
             "torch --right-set dtyp=float16",
             ["--right-set dtyp is not a setting", "Did you mean dtype?", "need_weights"],
         ),
+        ("torch --right-set dtype=fp16", ["dtype=fp16 is invalid", "bfloat16"]),
         ("torch --left-set num_heads=3", ["left side", "embed_dim 22", "1, 2, 11, 22"]),
         ("torch --left-set attn_mask=absent.pt", ["absent.pt was not found"]),
         ("torch --device meta", ["device meta has shapes and no numbers", "trace --device meta"]),

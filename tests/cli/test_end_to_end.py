@@ -64,3 +64,19 @@ def test_every_shared_option_is_taken_by_every_command_that_has_it(invoke, comma
     flags += " --stats --values" if command in ("trace", "params") else ""
     code, _, err = invoke(command, *sizes, *flags.split())
     assert (code, err) == (0, "")
+
+
+def test_compare_heads_takes_the_first_for_the_baseline(invoke):
+    report = json.loads(invoke("compare-heads", "--embed-dim", "14", "--heads", "7,1,2", "--json").out)
+    assert report["baseline"] == 7
+    assert [count["num_heads"] for count in report["counts"]] == [7, 1, 2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_export_that_fails_leaves_the_answer_on_stdout(invoke, tmp_path):
+    link = tmp_path / "report.txt"
+    link.symlink_to("/dev/full")
+    code, out, err = invoke("params", *SMALL["params"], "--export", str(link))
+    assert code == 2
+    assert out == invoke("params", *SMALL["params"]).out
+    assert "No space left on device" in err

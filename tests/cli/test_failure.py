@@ -114,3 +114,7 @@ def test_out_of_memory_is_refused_in_one_line(monkeypatch, invoke, error, said):
 def test_an_error_that_only_sounds_like_it_is_not_out_of_memory():
     assert not is_out_of_memory(ValueError("not enough memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_ctrl_c_in_python_code(monkeypatch, invoke):
+    assert ended_by(KeyboardInterrupt(), monkeypatch, invoke) == (130, "", "mha-inspect: interrupted.\n")

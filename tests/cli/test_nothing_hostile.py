@@ -185,3 +185,15 @@ def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
     from mha_inspect.errors import ExitCode
 
     assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
+
+
+@posix
+def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
+    os.mkfifo(tmp_path / "x.txt")
+    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
+        assert code == 0
+        assert os.read(reader, 1 << 20).decode() == out
+    finally:
+        os.close(reader)

@@ -145,6 +145,7 @@ LINES: list[tuple[str, ...]] = [
     *((f"{c} --set d=1", "--set d=1 is not an argument") for c in ("trace", "params", "compare-heads", "diff")),
     ("trace --input-shape x=2x3", "--input-shape x=2x3 needs a TARGET"),
     ("trace mine.py:Needy --num-heads 1,2", "a target takes one number", "mha-inspect params --num-heads 1,2"),
+    ("trace bert --layer torch", "two layers"),
     ("trace mine.py:Needy --layer bert", "two layers"),
     ("trace 512", "512 is not a target", "package.module:Name", "--embed-dim 512"),
     ("trace torch.nn.MultiheadAttention", "a target has a colon. Write torch.nn:MultiheadAttention."),
