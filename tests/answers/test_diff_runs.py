@@ -1,8 +1,9 @@
-"""What diff runs, and how often: five forwards for a module against torch, each from the state that came in."""
+"""What diff runs, and how often: five forwards for a module against torch; and which weights go where."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,32 +16,21 @@ DIM, HEADS, BATCH, LENGTH = 22, 2, 3, 5
 
 
 class Own(nn.Module):
-    """Written out, and counting the forwards of all its copies."""
+    """Written out."""
 
-    def __init__(self, seen: Counter, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=bias) for _ in range(4))
-        self.seen = seen
-
-    def __deepcopy__(self, memo):
-        memo[id(self.seen)] = self.seen
-        copied = type(self)(self.seen, self.q.bias is not None)
-        memo[id(self)] = copied
-        for name, part in self._modules.items():
-            setattr(copied, name, __import__("copy").deepcopy(part, memo))
-        return copied.train(self.training)
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM) for _ in range(4))
 
     def forward(self, x):
-        self.seen["own", x.dtype] += 1
         q, k, v = (linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Torch(nn.Module):
-    def __init__(self, seen: Counter) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
-        self.inner.register_forward_pre_hook(lambda module, args: seen.update([("torch", args[0].dtype)]))
 
     def forward(self, x):
         return self.inner(x, x, x)[0]
@@ -70,16 +60,29 @@ def x() -> torch.Tensor:
     return torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(0))
 
 
-def test_five_forwards_are_enough_for_a_module_against_torch(x):
-    seen: Counter = Counter()
-    report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x, same_weights=True)
+@pytest.fixture
+def seen() -> Iterator[Counter]:
+    """The forwards of both modules and of all their copies, counted by class and dtype."""
+    forwards: Counter = Counter()
+
+    def count(module, args):
+        if isinstance(module, (Own, Torch)):
+            forwards[type(module), args[0].dtype] += 1
+
+    handle = nn.modules.module.register_module_forward_pre_hook(count)
+    yield forwards
+    handle.remove()
+
+
+def test_five_forwards_are_enough_for_a_module_against_torch(x, seen):
+    report = mha_inspect.diff(Own().eval(), Torch().eval(), x, same_weights=True)
     assert (report.outcome, report.weights.whole) == ("same", True)
     # What torch's layer is without the weights shows where they belong; then both as they are, and in float64.
     assert seen == {
-        ("own", torch.float32): 1,
-        ("torch", torch.float32): 2,
-        ("own", torch.float64): 1,
-        ("torch", torch.float64): 1,
+        (Own, torch.float32): 1,
+        (Torch, torch.float32): 2,
+        (Own, torch.float64): 1,
+        (Torch, torch.float64): 1,
     }
 
 
@@ -95,7 +98,7 @@ def test_numbers_that_are_drawn_in_the_forward_are_no_rounding(x):
     with pytest.raises(
         InputError, match="Drawing draws random numbers in its forward, different ones in another dtype"
     ):
-        mha_inspect.diff(Drawing(Counter()).eval(), Own(Counter()).eval(), x)
+        mha_inspect.diff(Drawing().eval(), Own().eval(), x)
 
 
 def test_what_has_no_numbers_is_not_compared():
@@ -111,7 +114,7 @@ def test_what_has_no_numbers_is_not_compared():
 
 
 def test_weights_of_other_sizes_are_said_to_be_so(x):
-    report = mha_inspect.diff(LowRank().eval(), Own(Counter()).eval(), x, same_weights=True)
+    report = mha_inspect.diff(LowRank().eval(), Own().eval(), x, same_weights=True)
     assert report.weights.sentence.endswith(", as far as they fit.")
     assert report.weights.left_out[0].startswith("W_k and W_v ")
     assert "[22, 7] in LowRank" in report.weights.left_out[0]

@@ -1,4 +1,4 @@
-"""Gradients and training of each head count, against autograd, finite differences in float64 and steps done by hand."""
+"""What each head count learns: where it must be the same, and what cannot be compared."""
 
 from __future__ import annotations
 

@@ -140,25 +140,23 @@ class Gated(nn.Module):
     def __init__(self, kind: str, heads: int = 3) -> None:
         super().__init__()
         self.kind, self.heads = kind, heads
-        self.qkv, self.out = nn.Linear(12, 48 if kind in ("packed", "with q") else 36), nn.Linear(12, 12)
-        if kind in ("by feature", "by head", "values"):
+        self.qkv, self.out = nn.Linear(12, 48 if kind == "packed" else 36), nn.Linear(12, 12)
+        if kind != "packed":
             self.gate = nn.Linear(12, heads if kind == "by head" else 12)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.qkv(x)
-        if self.kind == "with q":  # head by head
-            q, gate = self.split(made[..., :24]).chunk(2, -1)
-            k, v = map(self.split, made[..., 24:].chunk(2, -1))
-        else:
-            q, k, v, *rest = map(self.split, made.split(12, -1))
-            gate = rest[0] if rest else self.split(self.gate(x))
-        v = v * gate.sigmoid() if self.kind == "values" else v
-        context = ((q @ k.mT) / 2).softmax(-1) @ v
-        context = context if self.kind == "values" else context * gate.sigmoid()
-        return self.out(context.transpose(1, 2).flatten(2))
+        q, k, v, *packed = map(self.split, self.qkv(x).split(12, -1))
+        gate = packed[0] if packed else self.split(self.gate(x))
+        weights = (q @ k.mT / 2).softmax(-1)
+        if self.kind == "values":
+            return self.merged(weights @ (v * gate.sigmoid()))
+        return self.merged((weights @ v) * gate.sigmoid())
+
+    def merged(self, context: torch.Tensor) -> torch.Tensor:
+        return self.out(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 GATES = "; W_g gates the context before W_o"
@@ -197,7 +195,7 @@ def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
     assert by_name["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
     assert report.notes == (
-        "No attention was by_name. Each role is the class of the layer, or the operation that uses the parameter.",
+        "No attention was found. Each role is the class of the layer, or the operation that uses the parameter.",
     )
 
 

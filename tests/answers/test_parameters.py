@@ -1,4 +1,4 @@
-"""Roles, counts and slices, against torch's own layer."""
+"""Parameters cut by head give torch's own output, and what a head count changes is told by comparing."""
 
 from __future__ import annotations
 

@@ -38,10 +38,16 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q(x), self.k(x), self.v(x)
+
+    def returned(self, weights: Tensor, output: Tensor) -> Any:
+        return output
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.projected(x))
         weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
+        return self.returned(weights, self.o((weights @ v).transpose(1, 2).flatten(2)))
 
 
 class WithLayer(Attention):
@@ -51,19 +57,18 @@ class WithLayer(Attention):
         super().__init__()
         self.extra = nn.Linear(24, 24)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.extra(super().forward(x))
+    def returned(self, weights: Tensor, output: Tensor) -> Tensor:
+        return self.extra(output)
 
 
 class Packed(Attention):
-    def __init__(self, width: int = 24, head_dim: int = 3) -> None:
-        super().__init__(width, head_dim)
-        self.qkv = nn.Linear(width, 3 * width)
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q, self.k, self.v
+        self.qkv = nn.Linear(24, 72)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.q, self.k, self.v = (nn.Identity(),) * 3
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
-        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)
 
 
 class Transposed(Attention):
@@ -73,17 +78,14 @@ class Transposed(Attention):
         super().__init__()
         self.qkv = nn.Parameter(torch.randn(24, 72) / 5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        v = (x @ self.qkv).split(24, -1)[2]
-        q, k, v = (t.unflatten(-1, (-1, 3)).transpose(1, 2) for t in (self.q(x), self.k(x), v))
-        return self.o(((q @ k.mT / 3**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q(x), self.k(x), (x @ self.qkv).split(24, -1)[2]
 
 
 class NormedOverHeads(Attention):
-    def forward(self, x: Tensor) -> Tensor:
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         q, k = (nn.functional.rms_norm(p(x), (p.out_features,)) for p in (self.q, self.k))
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, self.v(x)))
-        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return q, k, self.v(x)
 
 
 def with_one_weight(first: str, second: str) -> Attention:
@@ -312,10 +314,8 @@ def test_a_plan_that_asks_for_its_rank_is_refused(asks: str) -> None:
 class Mapped(Attention):
     """Returns the weights before the output, as a mapping."""
 
-    def forward(self, x: Tensor) -> Any:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
-        return {"mean": weights.mean((-1, -3)), "out": self.o((weights @ v).transpose(1, 2).flatten(2))}
+    def returned(self, weights: Tensor, output: Tensor) -> dict[str, Tensor]:
+        return {"mean": weights.mean((-1, -3)), "out": output}
 
 
 def test_every_result_is_compared() -> None:
@@ -421,8 +421,8 @@ class Last(Attention):
         self.after = nn.Linear(24, 24)
         self.unused = nn.Linear(24, 24)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(super().forward(x)).mean(-1)
+    def returned(self, weights: Tensor, output: Tensor) -> Tensor:
+        return self.after(output).mean(-1)
 
 
 def test_dtensors_do_not_hide_that_a_plan_is_wrong() -> None:

@@ -1,4 +1,4 @@
-"""`mha-inspect diff` with modules of one's own: the same weights, the same input, the stage where they part."""
+"""`mha-inspect diff` with modules of one's own: the same weights, the same input, and each side as it was set."""
 
 from __future__ import annotations
 

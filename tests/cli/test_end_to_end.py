@@ -1,4 +1,4 @@
-"""Each command once through the installed program, and its formats inside this process."""
+"""A bare command through the installed program, and the formats and options of each inside this process."""
 
 from __future__ import annotations
 
