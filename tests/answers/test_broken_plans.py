@@ -187,6 +187,20 @@ def test_a_plan_that_makes_a_projection_raise_names_it(letter: str, style: str) 
     assert failure.module == f"attention.{letter}"
 
 
+def test_a_plan_that_makes_the_forward_raise_before_the_attention_names_no_stage() -> None:
+    def cut_embedding(module: nn.Module, mesh: Any) -> Styles:
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        return {"embed": ColwiseParallel()}
+
+    torch.manual_seed(0)
+    with pytest.raises(ForwardError) as failed:
+        proof_of(Block(), (tokens(),), block_cut_after(cut_embedding))
+    failure = failed.value.trace.failure
+    assert failure is not None
+    assert not any(stage.name for stage in failure.completed)
+
+
 # -- packed columns ---------------------------------------------------------------------------------------------------
 
 

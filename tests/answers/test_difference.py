@@ -143,3 +143,17 @@ def test_dropout_is_named_and_not_called_rounding():
     assert report.first_differing_stage == "context"
     assert any("Dropout is on" in note for note in report.notes)
     assert not any("Accuracy by" in sentence for sentence in report.answer)
+
+
+def test_a_dtype_costs_what_it_is_off_the_exact_result():
+    report = diff("torch", "torch", left_set={"dtype": "bfloat16"})
+    weights = canonical_weights(SPEC)
+    exact = run("torch", weights, dtype="float64")
+    rough, fine = run("torch", weights, dtype="bfloat16").double(), run("torch", weights).double()
+    assert report.left.rounding_error == pytest.approx(float((rough - exact).abs().max()))
+    assert report.right.rounding_error == pytest.approx(float((fine - exact).abs().max()))
+    assert report.output.max_abs_difference == pytest.approx(float((rough - fine).abs().max()))
+    assert (report.noise.dtype, report.noise.sides) == ("bfloat16", ("left",))
+    assert report.outcome == "same"
+    assert stage(report, "query").max_abs_difference > 0
+    assert any("Accuracy by dtype (bfloat16, float32)" in sentence for sentence in report.answer)

@@ -64,7 +64,7 @@ def free(monkeypatch):
     ("command", "line"),
     [
         *((command, "Attention --embed-dim 6 --seq-len 9000") for command in (*COMMANDS, "check")),
-        ("trace", "Piecewise --embed-dim 6"),
+        ("compare-heads", "Piecewise --embed-dim 6"),
     ],
 )
 def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, line):
