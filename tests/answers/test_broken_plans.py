@@ -12,20 +12,18 @@ from torch import Tensor, nn
 from mha_inspect.answers.shard_plan import Plan
 from mha_inspect.answers.sharding import sharded
 from mha_inspect.errors import ForwardError
-from mha_inspect.layers.fold_heads import FoldHeadsAttention
-from mha_inspect.layers.grouped_query import GroupedQueryAttention
 from mha_inspect.layers.spec import Show
 from mha_inspect.layers.split_heads import SplitHeadsAttention
-from mha_inspect.layers.wide import WideAttention
+from mha_inspect.reports.trace import Proof
 from mha_inspect.running.subject import Subject
 
 from .test_sharding import Attention, Rowwise
 
 pytest.importorskip("torch.distributed._local_tensor")
-transformers = pytest.importorskip("transformers")
 
-Broken = Callable[[nn.Module, Any, dict[str, str]], dict[str, Any] | None]
-SIZES = {"vocab_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+Styles = dict[str, Any]
+Change = Callable[[nn.Module, Any], Styles | None]
+"""What is changed in a module before it is cut, and the styles that are other than those of a right plan."""
 
 
 class Block(nn.Module):
@@ -38,113 +36,94 @@ class Block(nn.Module):
         return x + self.attention(self.norm(x))
 
 
-def llama() -> Any:
-    return transformers.LlamaModel(
-        transformers.LlamaConfig(hidden_size=48, num_key_value_heads=2, attention_bias=True, use_cache=False, **SIZES)
-    )
+def tokens() -> Tensor:
+    return torch.randint(0, 32, (2, 10))
 
 
-def bert() -> Any:
-    return transformers.BertModel(transformers.BertConfig(hidden_size=48, **SIZES))
+def styles_of(columns: list[str], rows: str) -> Styles:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return dict.fromkeys(columns, ColwiseParallel()) | {rows: RowwiseParallel()}
 
 
-def t5() -> Any:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=32, d_model=48, d_kv=12, d_ff=64, num_layers=1, num_heads=4)
-    )
+def cut_styles(module: nn.Module, mesh: Any, styles: Styles) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    used = {path: style for path, style in styles.items() if style is not None}
+    parallelize_module(module, mesh, used, src_data_rank=None)
 
 
-def fold_heads() -> nn.Module:
-    """Return the layer with its lazy projections made."""
-    module = FoldHeadsAttention(24, 4)
-    module(*[torch.zeros(1, 2, 24)] * 3)
-    return module
+def block_cut_after(change: Change) -> Plan:
+    def cut(module: nn.Module, mesh: Any) -> None:
+        styles = styles_of(["attention.q", "attention.k", "attention.v"], "attention.o")
+        cut_styles(module, mesh, styles | (change(module, mesh) or {}))
+
+    return Plan(code=cut)
 
 
-def paths(prefix: str, names: str, **others: str) -> dict[str, str]:
-    return {letter: prefix + name for letter, name in zip("qkvo", names.split(), strict=True)} | others
+def proof_of(module: nn.Module, given: tuple[Tensor, ...], plan: Plan) -> Proof:
+    return sharded(Subject(module.eval(), given, {}), Show(), 2, plan)[0].proof
 
 
-LLAMA = "layers.0.self_attn."
-BERT = "encoder.layer.0.attention."
-T5 = "encoder.block.0.layer.0.SelfAttention."
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
-    "block": (Block, paths("attention.", "q k v o", embed="embed", norm="norm"), ""),
-    "llama": (
-        llama,
-        paths(LLAMA, "q_proj k_proj v_proj o_proj", embed="embed_tokens", norm="layers.0.input_layernorm"),
-        "",
-    ),
-    "bert": (
-        bert,
-        paths(
-            BERT,
-            "self.query self.key self.value output.dense",
-            embed="embeddings.word_embeddings",
-            norm="embeddings.LayerNorm",
-        ),
-        "",
-    ),
-    "t5": (
-        t5,
-        paths(
-            T5,
-            "q k v o",
-            embed="encoder.embed_tokens",
-            norm="encoder.block.0.layer.0.layer_norm",
-            b=T5 + "relative_attention_bias",
-        ),
-        "",
-    ),
-    "split-heads": (lambda: SplitHeadsAttention(24, 4), paths("", "wq wk wv dense"), "num_heads d_model"),
-    "fold-heads": (fold_heads, paths("", "W_q W_k W_v W_o"), "num_heads"),
-    "wide": (lambda: WideAttention(24, 4, 24), paths("", "toqueries tokeys tovalues unifyheads"), "heads"),
-    "grouped-query": (
-        lambda: GroupedQueryAttention(24, 8, 4, 3),
-        paths("", "q_proj k_proj v_proj o_proj"),
-        "num_heads num_key_value_heads",
-    ),
-}
-"""A model, the paths of its projections, and the attributes of which a rank has a part."""
+# -- right plans ------------------------------------------------------------------------------------------------------
 
 
-def replaced(module: nn.Module, path: str, change: Callable[[Any], nn.Module]) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(module.get_submodule(owner), name, change(module.get_submodule(path)))
+def test_a_right_plan_of_a_block_is_proved() -> None:
+    torch.manual_seed(0)
+    proof = proof_of(Block(), (tokens(),), block_cut_after(lambda module, mesh: None))
+    assert proof.agrees, proof
 
 
-def without_sum(module: nn.Module, mesh: Any, at: dict[str, str]) -> dict[str, Any]:
+def test_a_right_plan_of_a_layer_with_a_fixed_number_of_heads_is_proved() -> None:
+    def cut(module: Any, mesh: Any) -> None:
+        module.num_heads, module.d_model = 2, 12  # those of a rank
+        cut_styles(module, mesh, styles_of(["wq", "wk", "wv"], "dense"))
+
+    torch.manual_seed(0)
+    proof = proof_of(SplitHeadsAttention(24, 4), (torch.randn(2, 5, 24),) * 3, Plan(code=cut))
+    assert proof.agrees, proof
+
+
+def test_a_right_plan_cuts_a_bias_of_relative_positions_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    inside = "encoder.block.0.layer.0.SelfAttention."
+    columns = [inside + name for name in ("q", "k", "v", "relative_attention_bias")]
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=32, d_model=48, d_kv=12, d_ff=64, num_layers=1, num_heads=4)
+    plan = Plan(code=lambda module, mesh: cut_styles(module, mesh, styles_of(columns, inside + "o")))
+    proof = proof_of(transformers.T5EncoderModel(config), (tokens(),), plan)
+    assert proof.agrees, proof
+
+
+# -- broken plans -----------------------------------------------------------------------------------------------------
+
+
+def without_sum(module: Any, mesh: Any) -> Styles:
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor.parallel import RowwiseParallel
 
-    return {at["o"]: RowwiseParallel(output_layouts=Partial())}
+    return {"attention.o": RowwiseParallel(output_layouts=Partial())}
 
 
-def bias_on_every_rank(module: nn.Module, mesh: Any, at: dict[str, str]) -> dict[str, Any]:
-    replaced(module, at["o"], lambda whole: Rowwise(whole, mesh, reduces=True, bias_everywhere=True))
-    return {at["o"]: None}
+def bias_on_every_rank(module: Any, mesh: Any) -> Styles:
+    module.attention.o = Rowwise(module.attention.o, mesh, reduces=True, bias_everywhere=True)
+    return {"attention.o": None}
 
 
-def swapped(module: nn.Module, mesh: Any, at: dict[str, str]) -> None:
-    q, k = (module.get_submodule(at[letter]) for letter in "qk")
+def swapped(module: Any, mesh: Any) -> None:
+    q, k = module.attention.q, module.attention.k
     q.weight, k.weight = k.weight, q.weight
 
 
-def moved(letter: str, dim: int = 0, step: int = 1) -> Broken:
-    def move(module: nn.Module, mesh: Any, at: dict[str, str]) -> None:
-        part = module.get_submodule(at[letter])
+def moved(letter: str, dim: int = 0, step: int = 1) -> Change:
+    """Return what moves the rows, or the columns, of a matrix, so that each rank gets some of another's."""
+
+    def move(module: nn.Module, mesh: Any) -> None:
+        part = module.get_submodule(f"attention.{letter}")
         part.weight = nn.Parameter(part.weight.detach().roll(step, dim))  # type: ignore[operator]
 
     return move
-
-
-def cut_as(letter: str, style: str) -> Broken:
-    def cut(module: nn.Module, mesh: Any, at: dict[str, str]) -> dict[str, Any]:
-        from torch.distributed.tensor import parallel
-
-        return {at[letter]: getattr(parallel, style)()}
-
-    return cut
 
 
 class Normed(nn.Module):
@@ -154,126 +133,114 @@ class Normed(nn.Module):
         super().__init__()
         self.norm, self.mesh = norm, mesh
 
-    def forward(self, x: Tensor) -> Any:
+    def part(self, whole: Tensor, dim: int) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        parts = (
-            DTensor.from_local(each, self.mesh, [Replicate()], run_check=False).redistribute(self.mesh, [Shard(dim)])
-            for each, dim in ((x, 2), (self.norm.weight, 0))
-        )
-        mine, weight = (part.to_local() for part in parts)
-        normed = mine * mine.square().mean(-1, keepdim=True).rsqrt() * weight
+        everywhere = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
+        return everywhere.redistribute(self.mesh, [Shard(dim)]).to_local()
+
+    def forward(self, x: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Shard
+
+        features, weight = self.part(x, 2), self.part(self.norm.weight, 0)
+        normed = features * features.square().mean(-1, keepdim=True).rsqrt() * weight
         return DTensor.from_local(normed, self.mesh, [Shard(2)], run_check=False).full_tensor()
 
 
-def cut_norm(module: nn.Module, mesh: Any, at: dict[str, str]) -> None:
-    replaced(module, at["norm"], lambda norm: Normed(norm, mesh))
+def cut_norm(module: Any, mesh: Any) -> None:
+    module.norm = Normed(module.norm, mesh)
 
 
-BREAKS: dict[str, tuple[Broken, str]] = {
-    "right": (lambda module, mesh, at: None, ""),
-    "no sum": (without_sum, "output"),
-    "bias on every rank": (bias_on_every_rank, "output"),
-    "q and k swapped": (swapped, "q_proj"),
-    "keys cut inside a head": (moved("k"), "k_proj"),
-    "values cut inside a head": (moved("v"), "v_proj"),
-    "other columns of W_o": (moved("o", 1, 12), "output"),
-    "columns for rows of W_o": (cut_as("o", "ColwiseParallel"), "in o"),
-    "columns for rows of W_q": (cut_as("q", "RowwiseParallel"), "in q"),
-    "embed cut": (cut_as("embed", "ColwiseParallel"), "no stage"),
-    "norm cut": (cut_norm, "query"),
+BROKEN: dict[str, tuple[Change, str, str]] = {
+    "no sum": (without_sum, "output", "The sum over the 2 ranks"),
+    "bias on every rank": (bias_on_every_rank, "output", "every rank adds the bias"),
+    "q and k swapped": (swapped, "q_proj", "t is the part of k_proj."),
+    "keys cut inside a head": (moved("k"), "k_proj", "t has features"),
+    "other columns of W_o": (moved("o", 1, 12), "output", ""),
+    "norm cut": (cut_norm, "query", ""),
 }
-"""What is broken, and the first wrong stage, or the projection that raises."""
-REASONS = {
-    "no sum": "The sum over the 2 ranks",
-    "bias on every rank": "every rank adds the bias",
-    "q and k swapped": "t is the part of k_proj.",
-    "keys cut inside a head": "t has features",
-}
-"""What is broken to the reason, which is tried on the numbers."""
-IMPOSSIBLE = {("llama", "q and k swapped"), ("grouped-query", "q and k swapped"), ("t5", "bias on every rank")}
-CASES = [
-    (name, how)
-    for name, (_, at, _) in MODELS.items()
-    for how in BREAKS
-    if (name, how) not in IMPOSSIBLE and ("embed" in at or how not in ("embed cut", "norm cut"))
-]
+"""What is broken, the first wrong stage, and a part of the reason, which is tried on the numbers."""
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
-def test_each_broken_plan_is_found_at_its_stage(name: str, how: str) -> None:
-    make, at, counts = MODELS[name]
-    breaks, wrong = BREAKS[how]
+@pytest.mark.parametrize("how", BROKEN)
+def test_each_broken_plan_is_found_at_its_stage(how: str) -> None:
+    change, stage, reason = BROKEN[how]
+    torch.manual_seed(0)
+    proof = proof_of(Block(), (tokens(),), block_cut_after(change))
+    assert proof.agrees is False
+    assert proof.note.startswith(f"The first difference is {stage} on rank 0: "), proof
+    assert reason in proof.note, proof
 
-    def cut(module: nn.Module, mesh: Any) -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        for count in counts.split():
-            setattr(module, count, getattr(module, count) // 2)
-        styles = {at[letter]: ColwiseParallel() for letter in "qkvb" if letter in at} | {at["o"]: RowwiseParallel()}
-        styles |= breaks(module, mesh, at) or {}
-        parallelize_module(module, mesh, {path: style for path, style in styles.items() if style}, src_data_rank=None)
+@pytest.mark.parametrize(("letter", "style"), [("o", "ColwiseParallel"), ("q", "RowwiseParallel")])
+def test_a_plan_that_makes_a_projection_raise_names_it(letter: str, style: str) -> None:
+    def cut_as(module: nn.Module, mesh: Any) -> Styles:
+        from torch.distributed.tensor import parallel
+
+        return {f"attention.{letter}": getattr(parallel, style)()}
 
     torch.manual_seed(0)
-    x = torch.randint(0, 32, (2, 10)) if "embed" in at else torch.randn(2, 5, 24)
-    made = Subject(make().eval(), (x,) if name in ("block", "llama", "bert", "t5", "grouped-query") else (x, x, x), {})
-    if wrong in ("in o", "in q", "no stage"):
-        with pytest.raises(ForwardError) as failed:
-            sharded(made, Show(), 2, Plan(code=cut))
-        failure = failed.value.trace.failure
-        assert failure is not None
-        assert (
-            failure.module == at[wrong[-1]]
-            if wrong != "no stage"
-            else not any(stage.name for stage in failure.completed)
-        )
-        return
-    proof = sharded(made, Show(), 2, Plan(code=cut))[0].proof
-    assert proof.agrees is (how == "right"), proof
-    assert how == "right" or proof.note.startswith(f"The first difference is {wrong} on rank 0: "), proof
-    assert REASONS.get(how, "") in proof.note, proof
+    with pytest.raises(ForwardError) as failed:
+        proof_of(Block(), (tokens(),), block_cut_after(cut_as))
+    failure = failed.value.trace.failure
+    assert failure is not None
+    assert failure.module == f"attention.{letter}"
 
 
-@pytest.mark.parametrize(
-    ("how", "wrong"),
-    [
-        ("right", ""),
-        ("in one block", "q_proj on rank 1"),
-        ("q and k swapped", "q_proj on rank 0"),
-        ("inside a head", "q_proj on rank 0"),
-        ("no sum", "output on rank 0"),
-        ("bias on every rank", "output on rank 0"),
-    ],
-)
-def test_packed_columns_of_gpt2_are_cut_by_a_function(how: str, wrong: str) -> None:
+def test_a_plan_that_makes_the_forward_raise_before_the_attention_names_no_stage() -> None:
+    def cut_embedding(module: nn.Module, mesh: Any) -> Styles:
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        return {"embed": ColwiseParallel()}
+
+    torch.manual_seed(0)
+    with pytest.raises(ForwardError) as failed:
+        proof_of(Block(), (tokens(),), block_cut_after(cut_embedding))
+    failure = failed.value.trace.failure
+    assert failure is not None
+    assert not any(stage.name for stage in failure.completed)
+
+
+# -- packed columns ---------------------------------------------------------------------------------------------------
+
+
+class CutPacked:
     """parallelize_module cuts no Conv1D: a rank's columns of W_q, W_k and W_v are taken from each of the three."""
 
-    def cut(module: Any, mesh: Any) -> None:
+    def of_packed(self, whole: Tensor, mesh: Any) -> Tensor:
+        return self.part(whole.unflatten(-1, (3, -1)), mesh).flatten(-2)
+
+    def part(self, whole: Tensor, mesh: Any) -> Tensor:
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        def part(whole: Tensor, dim: int) -> Tensor:
-            return distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None).to_local()
+        return distribute_tensor(whole, mesh, [Shard(whole.dim() - 1)], src_data_rank=None).to_local()
 
+    def __call__(self, module: Any, mesh: Any) -> None:
         attention = module.h[0].attn
         packed, width = attention.c_attn, attention.embed_dim
         for name in ("weight", "bias"):
-            of_each = getattr(packed, name).detach().unflatten(-1, (3, width))
-            if how == "q and k swapped":
-                of_each = of_each[..., [1, 0, 2], :]
-            if how == "inside a head":
-                of_each = of_each.roll(1, -1)
-            if how == "in one block":
-                of_each = of_each.flatten(-2)
-            mine = part(of_each, of_each.dim() - 1)
-            setattr(packed, name, nn.Parameter(mine if how == "in one block" else mine.flatten(-2)))
+            whole = getattr(packed, name).detach()
+            setattr(packed, name, nn.Parameter(self.of_packed(whole, mesh)))
         packed.nf, attention.split_size, attention.num_heads = 3 * width // 2, width // 2, 2
-        whole = nn.Linear(width, width)
-        whole.weight, whole.bias = nn.Parameter(attention.c_proj.weight.detach().T), attention.c_proj.bias
-        everywhere = how == "bias on every rank"
-        attention.c_proj = Rowwise(whole, mesh, reduces=how != "no sum", bias_everywhere=everywhere)
+        out = nn.Linear(width, width)
+        out.weight, out.bias = nn.Parameter(attention.c_proj.weight.detach().T), attention.c_proj.bias
+        attention.c_proj = Rowwise(out, mesh, reduces=True, bias_everywhere=False)
 
+
+class CutInOneBlock(CutPacked):
+    """Takes the first half of all packed columns for rank 0."""
+
+    def of_packed(self, whole: Tensor, mesh: Any) -> Tensor:
+        return self.part(whole, mesh)
+
+
+@pytest.mark.parametrize(
+    ("cut", "note"), [(CutPacked, ""), (CutInOneBlock, "The first difference is q_proj on rank 1: ")]
+)
+def test_packed_columns_of_gpt2_are_cut_by_a_function(cut: type[CutPacked], note: str) -> None:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.GPT2Model(transformers.GPT2Config(vocab_size=32, n_embd=48, n_layer=1, n_head=4))
-    proof = sharded(Subject(model.eval(), (torch.randint(0, 32, (2, 10)),), {}), Show(), 2, Plan(code=cut))[0].proof
-    assert proof.agrees is (how == "right"), proof
-    assert how == "right" or proof.note.startswith(f"The first difference is {wrong}: "), proof
+    proof = proof_of(model, (tokens(),), Plan(code=cut()))
+    assert proof.agrees is (cut is CutPacked), proof
+    assert proof.note.startswith(note), proof

@@ -67,10 +67,6 @@ class Pairs(Attention):
         return torch.stack(turned, -1).flatten(-2)
 
 
-class PairsByHead(Pairs, ByHead):
-    pass
-
-
 class NotScaled(Attention):
     def scale(self) -> float:
         return 1.0
@@ -124,10 +120,6 @@ def compared(left: nn.Module, right: nn.Module) -> DiffReport:
     return report
 
 
-def kinds(report: DiffReport) -> list[str]:
-    return [reason.kind for reason in report.reasons]
-
-
 def test_rows_that_are_read_in_another_order() -> None:
     report = compared(Attention(), ByHead())
     (reason,) = report.reasons
@@ -144,22 +136,14 @@ def test_rows_that_are_read_in_another_order() -> None:
     assert torch.allclose(left(x), right(x), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "order"), [(Halves, Pairs, "0 4 1 5 2 6 3 7"), (Pairs, Halves, "0 2 4 6 1 3 5 7")]
-)
-def test_rotations_of_other_features(left: type[nn.Module], right: type[nn.Module], order: str) -> None:
-    (reason,) = compared(left(), right()).reasons
+def test_rotations_of_other_features() -> None:
+    (reason,) = compared(Halves(), Pairs()).reasons
     assert reason.kind == "rotation"
-    assert f"in the order {order}" in reason.sentence
+    assert "in the order 0 4 1 5 2 6 3 7" in reason.sentence
 
 
-def test_two_reasons_at_once() -> None:
-    assert kinds(compared(Halves(), PairsByHead())) == ["order", "rotation"]
-
-
-@pytest.mark.parametrize(("left", "right"), [(Attention, NotScaled), (NotScaled, Attention)])
-def test_another_scale(left: type[nn.Module], right: type[nn.Module]) -> None:
-    (reason,) = compared(left(), right()).reasons
+def test_another_scale() -> None:
+    (reason,) = compared(Attention(), NotScaled()).reasons
     assert reason.kind == "scale"
     assert "divided by √8" in reason.sentence
     assert "not scaled" in reason.sentence
@@ -200,21 +184,6 @@ def test_a_reference_is_explained_alike() -> None:
     report = check(Attention().eval(), torch.randn(2, N, WIDTH), intent=Intent(reference=ByHead().eval()))
     (finding,) = [finding for finding in report.findings if finding.check == "reference"]
     assert "(qkv heads head_dim) here and as (heads qkv head_dim) in the reference" in finding.sentence
-
-
-class Renamed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def test_copies_in_another_order_are_told() -> None:
-    report = compared(ByHead(), Renamed())
-    assert report.outcome == "same"
-    assert "(heads qkv head_dim) -> (qkv heads head_dim)" in " ".join(report.answer)
 
 
 class Returns(Attention):
@@ -263,22 +232,6 @@ def test_slopes_that_are_one_step_off() -> None:
     assert "Head 1 on the left has the slope of head 0 on the right: the slopes are off by one head." in reason.sentence
     (reason,) = compared(Slopes(), FromZero()).reasons
     assert "Head 1 on the right has the slope of head 0 on the left" in reason.sentence
-
-
-class Raised(Attention):
-    """Both sides lower the same scores, by other numbers that are not linear."""
-
-    power = 1.0
-
-    def mask(self, scores: Tensor) -> Tensor:
-        places = torch.arange(scores.shape[-1])
-        return super().mask(scores - (places[:, None] - places).abs() ** 1.5 * self.power)
-
-
-def test_scores_that_both_lower_are_not_said_to_be_lowered_by_one() -> None:
-    (reason,) = compared(Raised(), type("Half", (Raised,), {"power": 0.5})()).reasons
-    assert "alone" not in reason.sentence
-    assert "The bias differs in 1,056 of 1,248 visible scores. Head 1 adds " in reason.sentence
 
 
 class Rising(Slopes):
@@ -406,18 +359,6 @@ def test_queries_that_are_normalized_in_other_ways(left: str, right: str, said: 
     assert reason.sentence.startswith(said)
 
 
-class Gained(Normed):
-    """A norm in each head that multiplies each feature by a gain."""
-
-    def turn(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], torch.linspace(0.5, 2, x.shape[-1]))
-
-
-def test_a_norm_with_a_gain_is_not_called_no_norm() -> None:
-    (reason,) = compared(Gained(), type("Side", (Normed,), {"over": "head"})()).reasons
-    assert "not normalized" not in reason.sentence
-
-
 class TurnedPairs(nn.Module):
     """Features are turned in halves or in pairs, and the scores have one of two scales."""
 
@@ -463,3 +404,18 @@ class Capped(nn.Module):
 def test_a_soft_cap_is_not_called_a_bias() -> None:
     x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     assert not diff(Capped(), type("Side", (Capped,), {"cap": 9.0})(), x).reasons
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_copies_in_another_order_are_told() -> None:
+    report = compared(ByHead(), Renamed())
+    assert report.outcome == "same"
+    assert "(heads qkv head_dim) -> (qkv heads head_dim)" in " ".join(report.answer)

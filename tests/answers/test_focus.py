@@ -7,10 +7,7 @@ import math
 import pytest
 import torch
 
-from mha_inspect import compare_heads
-from mha_inspect.answers.focus import entropy_of, focus_of
-
-LN2 = math.log(2)
+from mha_inspect.answers.focus import focus_of
 
 
 def test_equal_weights_look_at_every_key():
@@ -20,24 +17,11 @@ def test_equal_weights_look_at_every_key():
     assert head.distance == pytest.approx((10 + 7 + 6) / 5 / 3)
 
 
-def test_one_key_is_no_choice():
-    weights = torch.zeros(1, 1, 4, 4)
-    weights[..., 1] = 1
-    (head,) = focus_of(weights).by_head
-    assert (head.most_attended_key, head.share, head.effective_keys) == (1, 1.0, 1.0)
-    assert head.distance == pytest.approx((1 + 0 + 1 + 2) / 4)
-
-
-def test_entropy_of_a_case_worked_by_hand():
-    weights = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
-    assert entropy_of(weights).item() == pytest.approx(1.5 * LN2)
-
-
 def test_queries_without_a_key_are_left_out():
     weights = torch.full((1, 2, 2, 4), 0.25)
     weights[0, 1, 0] = math.nan
-    found = focus_of(weights)
-    assert [head.effective_keys for head in found.by_head] == [pytest.approx(4), pytest.approx(4)]
+    focus = focus_of(weights)
+    assert [head.effective_keys for head in focus.by_head] == [pytest.approx(4), pytest.approx(4)]
     nothing = focus_of(torch.full((1, 2, 2, 4), math.nan)).by_head[0]
     assert math.isnan(nothing.effective_keys)
     assert math.isnan(nothing.share)
@@ -48,11 +32,6 @@ def test_keys_that_the_layer_appends_have_no_position():
     (head,) = focus_of(weights, key_len=2).by_head
     assert head.distance == pytest.approx(1)
     assert head.effective_keys == pytest.approx(2)
-
-
-def test_one_key_is_spoken_of_as_one():
-    report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
-    assert report.focus.answer == "With 3 heads, each effectively attends to 1 key. With 1 head: 1 key."
 
 
 def test_the_key_with_the_largest_share_of_a_case_worked_by_hand():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mha_inspect import compare_heads
-from mha_inspect.errors import MhaInspectError, SpecError
+from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LayerKind
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -64,7 +64,7 @@ def test_the_reason_says_what_was_found_with_its_numbers():
     assert first.first_differing_stage is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
     name = str(dtype).removeprefix("torch.")
     report = compare_heads((5, 3), **SIZES, dtype=name)
@@ -97,9 +97,7 @@ def test_small_outputs_that_are_far_apart_differ(monkeypatch):
     assert report.counts[1].verdict == "differs"
 
 
-@pytest.mark.parametrize(
-    "inputs", [{"seq_len": 1}, {"key_len": 1}, {"padding": (6,)}, {"padding": (6,), "causal": True}]
-)
+@pytest.mark.parametrize("inputs", [{"key_len": 1}, {"padding": (6,), "causal": True}])
 def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
     report = compare_heads((1, 2, 5), **{**SIZES, **inputs})
     assert report.outcome == "same"
@@ -109,11 +107,6 @@ def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
     assert report.answer[0].startswith("No: ")
 
 
-@pytest.mark.parametrize("settings", [{"add_zero_attn": True}, {"layer": "narrow"}], ids=str)
-def test_one_key_makes_nothing_the_same_beside_an_appended_one_or_other_weights(settings):
-    assert compare_heads((2, 5), **{**SIZES, "seq_len": 1}, **settings).outcome == "differs"
-
-
 def test_nan_beside_nan_is_no_difference_and_is_said():
     report = compare_heads((1, 2), **SIZES, padding=(7, 0, 0))
     assert report.counts[1].verdict == "differs"
@@ -121,20 +114,6 @@ def test_nan_beside_nan_is_no_difference_and_is_said():
     assert any("7 queries have every key masked out" in said and "NaN" in said for said in report.answer)
     nothing = compare_heads((1, 2), **SIZES, padding=(7,))
     assert nothing.answer[0].startswith("Undecided: with this input, the output of every head count is NaN throughout")
-
-
-@pytest.mark.parametrize(
-    "settings", [{"batch_first": False}, {"batch": 1, "unbatched": True}, {"kdim": 11, "vdim": 13}]
-)
-def test_every_layout_is_compared_by_its_content(settings):
-    count = compare_heads((2, 5), **{**SIZES, **settings}).counts[1]
-    assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
-
-
-def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
-    torch.save(torch.zeros(3 * 2, 7, 7, dtype=torch.bool), tmp_path / "mask.pt")
-    with pytest.raises(MhaInspectError, match="mask"):
-        compare_heads((2, 5), **SIZES, attn_mask=tmp_path / "mask.pt")
 
 
 @pytest.mark.parametrize(
@@ -153,30 +132,9 @@ def test_what_cannot_be_compared_is_refused(heads, settings, message):
         compare_heads(heads, **{**SIZES, **settings})
 
 
-def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
-    report = compare_heads((2, 2, 5, 2), **SIZES)
-    assert [count.num_heads for count in report.counts] == [2, 5]
-    alone = compare_heads((2, 2), **SIZES)
-    assert [count.num_heads for count in alone.counts] == [2]
-    assert alone.answer[0].startswith("Undecided: only one head count was given")
-
-
-def test_the_same_seed_gives_the_same_report():
-    assert compare_heads((1, 3), **SIZES) == compare_heads((1, 3), **SIZES)
-
-
-@pytest.mark.parametrize("layer", ["split-heads", "fold-heads", "bert", "per-head", "grouped-query"])
-def test_layers_that_only_cut_the_same_matrices_have_the_same_parameters(layer):
-    report = compare_heads((2, 5), **SIZES, layer=layer)
-    assert report.counts[1].same_parameters
-    assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "scores")
-    assert report.answer[1].startswith("Every head count uses the same")
-
-
 @pytest.mark.parametrize(
     ("layer", "settings", "first"),
     [
-        ("narrow", {}, "q_proj"),
         ("wide", {}, "q_proj"),
         ("grouped-query", {"num_kv_heads": 1}, "k_proj"),
         ("grouped-query", {"embed_dim": 60, "rope": True}, "q_heads"),
@@ -190,19 +148,6 @@ def test_layers_whose_parameters_change_say_what_changes(layer, settings, first)
     assert report.answer[1].startswith("Every head count" if "rope" in settings else "The head count changes")
 
 
-@pytest.mark.parametrize(("num_kv_heads", "counts"), [(2, (2, 4, 12)), (1, (1, 2, 12)), (2, (12, 2, 4))])
-def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads, counts):
-    """The keys' axis is `heads` where every head has its own, and `kv_heads` where it has not."""
-    sizes = {"embed_dim": 24, "batch": 3, "seq_len": 7, "num_kv_heads": num_kv_heads}
-    report = compare_heads(counts, **sizes, layer="grouped-query")
-    assert [count.num_heads for count in report.counts] == list(counts)
-    assert {stage.name: stage.axes for stage in report.stages}["k_proj"] == "batch key (kv_heads head_dim)"
-    for count in report.counts[1:]:
-        assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
-        width, base = (num_kv_heads * one.head_dim for one in (count, report.counts[0]))
-        assert f"so it is {width} features wide instead of {base}" in count.reason
-
-
 def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
     report = compare_heads((1, 2, 5), **SIZES)
     shapes = {stage.name: stage.shapes for stage in report.stages}
@@ -213,3 +158,11 @@ def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
     assert shapes["q_heads"] == tuple((batch, heads, queries, width // heads) for heads in (1, 2, 5))
     assert {stage.name for stage in report.stages if stage.same} >= {"query", "q_proj", "concat", "output"}
     assert not {stage.name for stage in report.stages if stage.same} & {"q_heads", "scores", "weights", "context"}
+
+
+def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
+    report = compare_heads((2, 2, 5, 2), **SIZES)
+    assert [count.num_heads for count in report.counts] == [2, 5]
+    alone = compare_heads((2, 2), **SIZES)
+    assert [count.num_heads for count in alone.counts] == [2]
+    assert alone.answer[0].startswith("Undecided: only one head count was given")

@@ -40,17 +40,6 @@ class Attention(nn.Module):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-class Stack(nn.Module):
-    def __init__(self, heads, mask, depth=2):
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention(DIM, heads, mask) for _ in range(depth))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 CAUSAL = torch.ones(LENGTH, LENGTH).triu(1) > 0
 
 
@@ -95,7 +84,7 @@ def test_the_first_step_is_the_gradient_of_autograd(x):
         for part in row.parts:
             kind, letter = part.part.split("_")
             name = f"{letter}.{'weight' if kind == 'W' else 'bias'}"
-            mine, theirs = (one.get_parameter(name).grad for one in (module, base))
+            mine, theirs = (side.get_parameter(name).grad for side in (module, base))
             assert part.moved == pytest.approx(0.1 * mine.norm().item(), rel=1e-3, abs=1e-7)
             # A bias of the keys adds the same number to every score of a query.
             assert part.verdict == ("same" if part.part == "b_k" else "differs")
@@ -122,11 +111,11 @@ def test_training_is_the_steps_done_by_hand(x):
         pairs = zip(left.parameters(), right.parameters(), strict=True)
         return math.sqrt(sum(float((a - b).detach().double().square().sum()) for a, b in pairs))
 
-    base, other = report.training.counts
+    base, second = report.training.counts
     assert base.moved == pytest.approx(distance(*ends[0]), rel=1e-4)
-    assert other.apart == pytest.approx(distance(ends[0][1], ends[1][1]) / distance(*ends[0]), rel=1e-4)
-    assert other.last_loss == pytest.approx(loss_of(ends[1][1], x).item())
-    assert (other.verdict, report.training.steps) == ("differs", 3)
+    assert second.apart == pytest.approx(distance(ends[0][1], ends[1][1]) / distance(*ends[0]), rel=1e-4)
+    assert second.last_loss == pytest.approx(loss_of(ends[1][1], x).item())
+    assert (second.verdict, report.training.steps) == ("differs", 3)
 
 
 def test_focus_is_that_of_the_weights(x):
@@ -135,8 +124,8 @@ def test_focus_is_that_of_the_weights(x):
         weights = made(3, mask=CAUSAL).weights(x).double()
     entropy = torch.special.entr(weights).sum(-1)
     away = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
-    one, three = report.focus.counts
-    assert [len(one.by_head), len(three.by_head), three.attention] == [1, 3, None]
+    single, three = report.focus.counts
+    assert [len(single.by_head), len(three.by_head), three.attention] == [1, 3, None]
     assert [h.effective_keys for h in three.by_head] == pytest.approx(entropy.exp().mean((0, 2)).tolist(), rel=1e-5)
     shares, keys = weights.mean((0, 2)).max(-1)
     assert [h.most_attended_key for h in three.by_head] == keys.tolist()
@@ -144,14 +133,6 @@ def test_focus_is_that_of_the_weights(x):
     assert [h.distance for h in three.by_head] == pytest.approx(
         (weights * away).sum(-1).mean((0, 2)).tolist(), rel=1e-5
     )
-
-
-def test_focus_tells_several_attentions_apart(x):
-    report = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x, focus=True)
-    places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
-    assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
-    assert "With 3 heads in each of 2 attentions" in report.focus.answer
-    assert "2 blocks.1" in repr(report)
 
 
 def test_a_frozen_parameter_does_not_move(x):
@@ -179,16 +160,6 @@ def test_a_query_without_a_key(x):
     assert any("3 queries have every key masked out" in said and "NaN" in said for said in report.answer)
     with pytest.raises(InputError, match="would be NaN: 90 of 630 numbers of the output of Attention are NaN"):
         compared((1, 3), x, asked={"steps": 1}, mask=mask)
-
-
-def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
-    class Overflows(Attention):
-        def forward(self, x):
-            return super().forward(x) / 0  # inf or -inf, by the sign of what the heads give
-
-    report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
-    assert report.outcome == "differs"
-    assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")
 
 
 def test_weights_without_names_have_no_focus(x, monkeypatch):
@@ -274,3 +245,32 @@ def test_a_mask_of_one_head_count_alone_is_told_beside_the_split(x):
     assert sentence.endswith("query 0 sees keys 0–6 with 1 head and key 0 with 5 heads.")
     assert not said(Attention)
     assert not said(BestKeys)
+
+
+class Stack(nn.Module):
+    def __init__(self, heads, mask, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(DIM, heads, mask) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_focus_tells_several_attentions_apart(x):
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x, focus=True)
+    places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
+    assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
+    assert "With 3 heads in each of 2 attentions" in report.focus.answer
+    assert "2 blocks.1" in repr(report)
+
+
+def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
+    class Overflows(Attention):
+        def forward(self, x):
+            return super().forward(x) / 0  # inf or -inf, by the sign of what the heads give
+
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
+    assert report.outcome == "differs"
+    assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")

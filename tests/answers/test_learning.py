@@ -1,4 +1,4 @@
-"""Gradients and training of each head count, against autograd, finite differences in float64 and steps done by hand."""
+"""What each head count learns: where it must be the same, and what cannot be compared."""
 
 from __future__ import annotations
 
@@ -6,70 +6,15 @@ import pytest
 import torch
 
 from mha_inspect import compare_heads
-from mha_inspect.answers.compare_heads import HeadRun
-from mha_inspect.answers.learning import LEARNING_RATE, Learner, train
 from mha_inspect.errors import InputError, SpecError
-from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.record.rounding import same_bits
-
-from ..built import built_layer
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
 
 
-def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **inputs):
-    spec = LAYERS[layer].spec(embed_dim=EMBED, num_heads=heads, dtype=dtype)
-    return built_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
-
-
-def learner_of(forward) -> Learner:
-    return Learner.of(forward.spec.num_heads, HeadRun(forward.spec.num_heads, forward))
-
-
-def matrices(forward) -> dict[str, torch.Tensor]:
-    return learner_of(forward).parts()
-
-
-def first_step(forward):
-    return train(learner_of(forward), 1, lambda words: None)
-
-
-def gradient_of(forward) -> dict[str, torch.Tensor]:
-    """What the first step takes from the weights, by its learning rate."""
-    step = first_step(forward)
-    return {part: (step.before[part] - after) / LEARNING_RATE for part, after in step.parts.items()}
-
-
-def loss_of(forward) -> float:
-    return first_step(forward).loss
-
-
-@pytest.mark.parametrize("part", ["W_q", "W_k", "W_v", "W_o", "b_q", "b_v", "b_o"])
-def test_the_gradient_is_the_slope_of_the_loss(part):
-    forward = forward_of(5, dtype="float64")
-    gradient = gradient_of(forward)[part].flatten()
-    names = ["W_q", "W_k", "W_v"] if part.startswith("W") else ["b_q", "b_k", "b_v"]
-    module = forward.module
-    if part in names:
-        place = names.index(part) * EMBED
-        whole = module.in_proj_weight if part.startswith("W") else module.in_proj_bias
-        weights = whole.detach()[place : place + EMBED].view(-1)
-    else:
-        weights = (module.out_proj.weight if part == "W_o" else module.out_proj.bias).detach().view(-1)
-    for element in (0, 17, weights.numel() - 1):
-        start, losses = weights[element].item(), []
-        for step in (1e-5, -1e-5):
-            weights[element] = start + step
-            losses.append(loss_of(forward))
-        weights[element] = start
-        assert gradient[element].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5, abs=1e-10)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_with_one_key_what_is_learned_is_the_same(dtype):
-    report = compare_heads((1, 2, 5), **{**SIZES, "seq_len": 1}, dtype=dtype, steps=3)
+def test_with_one_key_what_is_learned_is_the_same():
+    report = compare_heads((1, 2, 5), **{**SIZES, "seq_len": 1}, steps=3)
     for row in report.training.counts:
         assert {part.verdict for part in row.parts} == {"same"}
         # Nothing that goes into a softmax over one key has a slope.
@@ -79,12 +24,6 @@ def test_with_one_key_what_is_learned_is_the_same(dtype):
     assert {row.verdict for row in report.training.counts} == {"same"}
     assert min(row.moved for row in report.training.counts) > 0
     assert "the weights are the same for every head count" in report.training.answer
-
-
-@pytest.mark.parametrize("layer", ["split-heads", "fold-heads", "bert", "per-head", "grouped-query"])
-def test_every_layer_that_keeps_its_weights_learns(layer):
-    report = compare_heads((2, 5), **SIZES, layer=layer, steps=2)
-    assert report.training.counts[1].verdict == "differs"
 
 
 @pytest.mark.parametrize(("layer", "compared"), [("wide", {"b_o"}), ("narrow", {"W_o", "b_o"})])
@@ -111,15 +50,3 @@ def test_bits_are_compared_one_by_one():
     assert not same_bits(zero, minus)
     assert same_bits(nan, nan.clone())
     assert not same_bits(nan, nan.double())
-
-
-def test_a_gradient_is_laid_out_as_the_weights_are():
-    spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
-    forward = built_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
-    gradient = gradient_of(forward)
-    assert {part: tuple(tensor.shape) for part, tensor in gradient.items() if part.startswith("W")} == {
-        "W_q": (EMBED, EMBED),
-        "W_k": (EMBED, 11),
-        "W_v": (EMBED, 13),
-        "W_o": (EMBED, EMBED),
-    }

@@ -26,15 +26,6 @@ class Projected(nn.Module):
         return self.out(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Map(Projected):
-    """As DETR's MHAttentionMap: weights over an image, of which nothing makes an average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, _ = self.split(x)
-        scores = torch.einsum("bhqc,bhnc->bqhn", q * D**-0.5, k)
-        return F.softmax(scores.flatten(2), -1).view(scores.shape)
-
-
 class Weights(Projected):
     """Without softmax by name: exponentials, divided by their sum."""
 
@@ -67,7 +58,6 @@ class Perceptron(Projected):
 
 
 CASES = {
-    Map: "weights without values",
     Weights: "weights without values",
     Linear: "two products of activations in a row",
     Efficient: "two products of activations in a row",

@@ -27,14 +27,14 @@ class Slow(nn.Module):
 
 def test_the_head_count_that_sleeps_takes_longest_and_products_are_counted_by_hand():
     report = compare_heads((1, 3), Slow, torch.randn(2, 5, 6), time=True)
-    one, three = report.timing.counts
+    single, triple = report.timing.counts
     # Rows, features in and out, a multiply-add counted as two; every pair of 5 queries and keys in all 6 features.
     projection, product = 2 * 2 * 5 * 6 * 6, 2 * 2 * 5 * 5 * 6
     expected = {"q_proj": projection, "k_proj": projection, "v_proj": projection, "scores": product, "context": product}
-    for count in (one, three):
-        assert {own.stage: own.flops for own in count.flops} == expected
+    for count in (single, triple):
+        assert {row.stage: row.flops for row in count.flops} == expected
         assert count.low_ms <= count.median_ms <= count.high_ms
-    assert three.low_ms > 40
+    assert triple.low_ms > 40
     assert report.timing.answer.startswith("Every head count needs the same number of operations. 3 heads took ")
 
 

@@ -37,7 +37,7 @@ class _Layer(nn.Module):
         self.right, self.qkv, self.out = right, nn.Linear(20, 60), nn.Linear(20, 20)
 
     def heads(self, x: Tensor) -> list[Tensor]:
-        return [each.unflatten(-1, (5, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)]
+        return [part.unflatten(-1, (5, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
 
 
 class LateOwnKey(_Layer):
@@ -75,11 +75,11 @@ class Memo(_Layer):
 
     def __init__(self, *, right: bool = False) -> None:
         super().__init__(right=right)
-        self.known: dict[Any, Tensor] = {}
+        self.kept: dict[Any, Tensor] = {}
 
     def turned(self, x: Tensor, start: int) -> Tensor:
         count = x.shape[2]
-        angles = self.known.setdefault(
+        angles = self.kept.setdefault(
             (count, start if self.right else 0),
             torch.outer(torch.arange(start, start + count).float(), torch.tensor([1.0, 0.1])),
         )
@@ -103,7 +103,7 @@ def test_the_calls_of_one_decode_keep_the_state_of_the_module() -> None:
     rotated = "Position 1 is rotated by the angle of position 0, which the module keeps from an earlier call."
     assert rotated in finding.sentence
     assert finding.fix == "Compute the angles of the positions of each call, or keep them by position."
-    assert module.known == {}
+    assert module.kept == {}
     proof = decoded(Subject(Memo().eval(), (torch.randn(1, 12, 20),), {}), Show(), 3)[0].decode
     assert proof is not None
     assert proof.reason == (
@@ -144,11 +144,6 @@ SLOTS = {
         "Keys 0–5 are tokens 6–11: a ring of 6 slots has overwritten tokens 0–5, and the mask counts slots as tokens.",
         "Query 0 gives weight to key 0, which is token 6.",
     ),
-    (5, 0): (
-        "Keys 0–4 are tokens 10–11, 7–9: a ring of 5 slots has overwritten tokens 0–6, and the mask counts slots as "
-        "tokens.",
-        "Query 0 gives weight to key 0, which is token 10.",
-    ),
     (32, 1): (
         "Key j is token j + 1: token 0 is in no key, and key 11 is an empty slot of zeros.",
         "Query 0 gives weight to key 0, which is token 1.",
@@ -160,10 +155,9 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("intent", [Intent(causal=True, cache="cache"), Intent()])
 @pytest.mark.parametrize("sizes", SLOTS)
-def test_keys_that_are_other_tokens_are_said(sizes: tuple[int, int], intent: Intent) -> None:
-    report = report_of(Slots(sizes[0], shift=sizes[1]), intent)
+def test_keys_that_are_other_tokens_are_said(sizes: tuple[int, int]) -> None:
+    report = report_of(Slots(sizes[0], shift=sizes[1]), Intent())
     assert [(finding.check, finding.sentence, finding.evidence) for finding in report.findings] == [
         ("cache", *SLOTS[sizes])
     ]
@@ -172,14 +166,13 @@ def test_keys_that_are_other_tokens_are_said(sizes: tuple[int, int], intent: Int
     ]
 
 
-@pytest.mark.parametrize("intent", [Intent(causal=True, cache="cache"), Intent()])
 @pytest.mark.parametrize(
     "module",
     [LateOwnKey(right=True), Memo(right=True), Slots(16), Slots(12, right=True), Slots(32, right=True)],
     ids=["appended", "memo", "slots", "ring as long as the call", "slots by token"],
 )
-def test_a_right_cache_is_not_accused(module: nn.Module, intent: Intent) -> None:
-    assert report_of(module, intent).findings == ()
+def test_a_right_cache_is_not_accused(module: nn.Module) -> None:
+    assert report_of(module, Intent()).findings == ()
 
 
 def test_a_ring_whose_mask_is_by_token_shows_no_later_token() -> None:

@@ -41,19 +41,8 @@ def in_its_own_group() -> Made:
     return sharded()
 
 
-def in_a_given_group() -> Made:
-    assert dist.get_world_size() == 2
-    return sharded()
-
-
 def without_backend() -> Made:
     dist.init_process_group("nccl")
-    return sharded()
-
-
-def without_device() -> Made:
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun does
-    init_device_mesh("cuda", (2,))
     return sharded()
 
 
@@ -84,14 +73,10 @@ def cut_key_head() -> Made:
 
 
 class Exchanging(Attention):
-    """Exchanges an input that the module does not use; rank 1 may raise instead."""
-
-    def __init__(self, raises: bool) -> None:
-        super().__init__(fused=False)
-        self.raises = raises
+    """Exchanges an input that the module does not use; rank 1 raises instead."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.raises and dist.get_rank() == 1:
+        if dist.get_rank() == 1:
             x.view(3, 7)
         dist.all_reduce(x + 0)
         return super().forward(x)
@@ -99,11 +84,7 @@ class Exchanging(Attention):
 
 def one_raises() -> Made:
     dist.init_process_group("gloo")
-    return Exchanging(raises=True), (X,)
-
-
-def group_for_its_forward() -> Made:
-    return Exchanging(raises=False), (X,)
+    return Exchanging(fused=False), (X,)
 
 
 def start(folder: Path, name: str, rank: int, port: int, command: list[str]) -> int:
@@ -140,8 +121,9 @@ def launch(folder: Path) -> None:
         codes[name][rank] = os.waitstatus_to_exitcode(status)
         if codes[name][rank] > 0:  # as torchrun does, which waits a little
             time.sleep(1)
-            for other in (other for other, (of, _) in running.items() if of == name):
-                os.kill(other, signal.SIGTERM)
+            for beside, (of, _) in running.items():
+                if of == name:
+                    os.kill(beside, signal.SIGTERM)
     (folder / "codes.json").write_text(json.dumps(codes))
 
 

@@ -4,61 +4,28 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
 import pytest
 
-from ..schemas import load_schema
-
 SIZES = ("--embed-dim", "22", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
-
-
-def report_of(invoke, *line: str):
-    code, out, err = invoke("diff", *line, *SIZES, "--json")
-    assert (code, err) == (0, "")
-    data = json.loads(out, parse_constant=pytest.fail)
-    jsonschema.Draft202012Validator(load_schema("diff")).validate(data)
-    return data
 
 
 @pytest.mark.parametrize(
     ("line", "layers"),
     [
         ("", ("torch", "per-head")),
-        ("bert", ("bert", "per-head")),
         ("per-head", ("per-head", "torch")),
-        ("fold-heads narrow", ("fold-heads", "narrow")),
-        ("--layer bert", ("bert", "per-head")),
         ("--layer bert --left-set dtype=float64", ("bert", "bert")),
-        ("narrow --right-set causal=true", ("narrow", "narrow")),
     ],
 )
 def test_which_two_are_compared(invoke, line, layers):
-    data = report_of(invoke, *line.split())
+    data = json.loads(invoke("diff", *line.split(), *SIZES, "--json").out)
     assert (data["left"]["layer"]["name"], data["right"]["layer"]["name"]) == layers
 
 
-def test_settings_go_to_their_side_any_number_of_times(invoke):
-    data = report_of(
-        invoke,
-        *["torch", "--left-set", "dtype=bfloat16", "--left-set", "grad=true", "--right-set", "need-weights=false"],
-    )
-    assert data["left"]["settings"] == {"dtype": "bfloat16", "grad": True}
-    assert data["right"]["settings"] == {"need_weights": False}
-    assert (data["left"]["environment"]["dtype"], data["right"]["environment"]["dtype"]) == ("bfloat16", "float32")
-    labels = "torch with dtype bfloat16, grad true", "torch with need_weights false"
-    assert (data["left"]["label"], data["right"]["label"]) == labels
-
-
-def test_shared_flags_go_to_both(invoke):
-    data = report_of(invoke, "torch", "split-heads", "--padding", "1,2,5", "--causal")
-    assert data["answer"][-1].startswith("5 queries have every key masked out (first: query 0 of batch item 2)")
-    assert data["output"]["max_abs_difference"] == "Infinity"
-
-
 def test_fail_if_tells_a_script(invoke):
-    same, other = ("diff", "torch", "fold-heads", *SIZES), ("diff", "torch", "narrow", *SIZES)
+    same, unlike = ("diff", "torch", "fold-heads", *SIZES), ("diff", "torch", "narrow", *SIZES)
     assert [invoke(*same, "--fail-if", verdict).code for verdict in ("same", "differs")] == [1, 0]
-    assert [invoke(*other, "--fail-if", verdict).code for verdict in ("same", "differs")] == [0, 1]
+    assert [invoke(*unlike, "--fail-if", verdict).code for verdict in ("same", "differs")] == [0, 1]
 
 
 def test_the_page_names_the_stage_and_both_lines(invoke):
@@ -72,12 +39,11 @@ def test_the_page_names_the_stage_and_both_lines(invoke):
     assert "2 × [3, 5, 11]" in out
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_the_table_keeps_to_the_width(invoke, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("mha_inspect.cli.output.is_terminal", lambda stream: True)
     out = invoke("diff", "torch", "split-heads", "--padding", "1,2,5", *SIZES).out
-    assert max(map(len, out.splitlines())) <= width
+    assert max(map(len, out.splitlines())) <= 80
     assert "masked_scores" in out
 
 
@@ -85,7 +51,6 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
     ("line", "said"),
     [
         ("torch narow", ["layer 'narow'", "Did you mean narrow?"]),
-        ("trch", ["layer 'trch'", "Did you mean torch?"]),
         ("torch bert --layer narrow", ["layer narrow is a third layer beside torch and bert"]),
         ("split-heads bert --set kdim=7", ["does not take kdim 7", "Layers that do: torch, fold-heads, per-head"]),
         (
@@ -94,7 +59,6 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
         ),
         ("torch wide", ["head_dim is 11 on the left", "22 on the right", "Try --set head_dim=11."]),
         ("torch --left-set seq_len=7", ["--left-set seq_len affects both sides", "--seq-len"]),
-        ("torch --left-set batch=7", ["--left-set batch affects both sides"]),
         ("torch --right-set embed_dim=44", ["takes query [3, 5, 44] and", "query [3, 5, 22]"]),
         ("torch --right-set head_dim=4", ["layer torch does not take head_dim 4", "grouped-query"]),
         (
@@ -102,13 +66,10 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
             ["--right-set dtyp is not a setting", "Did you mean dtype?", "need_weights"],
         ),
         ("torch --right-set dtype=fp16", ["dtype=fp16 is invalid", "bfloat16"]),
-        ("torch --right-set dtype", ["has no value", "KEY=VALUE"]),
         ("torch --left-set num_heads=3", ["left side", "embed_dim 22", "1, 2, 11, 22"]),
         ("torch --left-set attn_mask=absent.pt", ["absent.pt was not found"]),
         ("torch --device meta", ["device meta has shapes and no numbers", "trace --device meta"]),
-        ("torch --left-set device=cdua", ["cdua", "cpu"]),
         ("grouped-query --num-kv-heads 1 --left-set num_heads=11", ["num_kv_heads 1 is below num_heads"]),
-        ("torch bert narrow", ["narrow"]),
         ("torch bert --set depth=2", ["--set depth=2 is not an argument"]),
         ("torch --num-heads 1,2", ["num_heads 1,2 is a list"]),
     ],
@@ -120,15 +81,3 @@ def test_what_cannot_be_compared_is_answered_with_a_way_out(invoke, line, said):
     assert err.startswith("mha-inspect: ")
     assert err.count("\n") <= 2
     assert [part for part in said if part not in err] == []
-
-
-def test_what_cannot_fit_is_refused(invoke):
-    code, out, err = invoke("diff", "torch", "fold-heads", "--seq-len", "100000000000")
-    assert (code, out) == (3, "")
-    assert "out of memory: you tried to allocate " in err
-
-
-def test_through_the_installed_program(program):
-    code, out, err = program("diff", "torch", "fold-heads", *SIZES, "--right-set", "bias=false", "--fail-if", "differs")
-    assert (code, err) == (1, "")
-    assert "fit into fold-heads with bias false: it has no such bias" in out

@@ -74,11 +74,6 @@ def test_our_own_errors_are_one_line_and_carry_their_code(monkeypatch, invoke):
     assert ended_by(DoesNotFitError("8 TiB."), monkeypatch, invoke) == (3, "", "mha-inspect: 8 TiB.\n")
 
 
-def test_what_a_message_repeats_cannot_act_on_a_terminal(monkeypatch, invoke):
-    code, _, err = ended_by(InputError("\x1b[31m is no mask.\nName another."), monkeypatch, invoke)
-    assert (code, err) == (2, "mha-inspect: \\x1b[31m is no mask.\nName another.\n")
-
-
 def test_a_mask_is_named_as_it_can_be_read(invoke):
     code, _, err = invoke("check", "--mask", "\x1b[31m")
     assert code == 2
@@ -91,10 +86,6 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, invoke):
     assert err.startswith("Traceback (most recent call last):")
     assert "ZeroDivisionError: in our arithmetic" in err
     assert "Please report it" in err.splitlines()[-1]
-
-
-def test_ctrl_c_in_python_code(monkeypatch, invoke):
-    assert ended_by(KeyboardInterrupt(), monkeypatch, invoke) == (130, "", "mha-inspect: interrupted.\n")
 
 
 def torch_out_of_memory() -> BaseException:
@@ -123,3 +114,7 @@ def test_out_of_memory_is_refused_in_one_line(monkeypatch, invoke, error, said):
 def test_an_error_that_only_sounds_like_it_is_not_out_of_memory():
     assert not is_out_of_memory(ValueError("not enough memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_ctrl_c_in_python_code(monkeypatch, invoke):
+    assert ended_by(KeyboardInterrupt(), monkeypatch, invoke) == (130, "", "mha-inspect: interrupted.\n")

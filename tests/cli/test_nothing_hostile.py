@@ -18,9 +18,8 @@ LAYER = ("--embed-dim", "6", "--num-heads", "1", "--seq-len", "2")
 
 
 @posix
-@pytest.mark.parametrize("flag", ["--input", "--attn-mask"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "loop", "device", "long"])
-def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, flag, kind):
+def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, kind):
     path = tmp_path / "x.pt"
     if kind == "pipe":
         os.mkfifo(path)  # to open it would wait for a writer
@@ -34,7 +33,7 @@ def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, flag
     elif kind == "device":
         path.symlink_to("/dev/zero")
     text = "y" * 5000 + ".pt" if kind == "long" else str(path)
-    code, out, err = invoke("trace", *LAYER, flag, text)
+    code, out, err = invoke("trace", *LAYER, "--input", text)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert len(err) < 500
@@ -48,20 +47,18 @@ def test_an_export_whose_name_is_too_long(invoke, name):
     assert len(err) < 1000
 
 
-@pytest.mark.parametrize("command", ["trace", "params"])
 @pytest.mark.parametrize(
     "target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py", "9" * 400, "9" * 400 + ".bin"]
 )
-def test_a_target_whose_name_is_none(invoke, command, target):
-    code, out, err = invoke(command, target)
+def test_a_target_whose_name_is_none(invoke, target):
+    code, out, err = invoke("trace", target)
     assert (code, out) == (2, "")
     assert err.count("\n") <= 2
     assert len(err) < 1000
 
 
-@pytest.mark.parametrize("command", ["trace", "params"])
-def test_sizes_whose_product_no_number_holds(invoke, command):
-    code, out, err = invoke(command, "--embed-dim", str(2**40), "--device", "meta")
+def test_sizes_whose_product_no_number_holds(invoke):
+    code, out, err = invoke("trace", "--embed-dim", str(2**40), "--device", "meta")
     assert (code, out) == (3, "")
     assert "overflowed" in err
     assert err.count("\n") == 1
@@ -76,15 +73,6 @@ def test_a_file_in_the_current_folder_is_not_run_for_a_target_elsewhere(entry_po
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".py"] * 4
-
-
-def test_a_target_in_the_current_folder_is_found(invoke, tmp_path, monkeypatch):
-    (tmp_path / "lies_here.py").write_text("from torch import nn\nclass A(nn.Linear): pass\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    code, _, err = invoke("params", "lies_here:A", "--set", "in_features=3", "--set", "out_features=5")
-    assert code == 0, err
-    assert sys.path[-1] == str(tmp_path)
 
 
 WRITES = """
@@ -167,18 +155,6 @@ def test_an_export_to_a_pipe_that_nobody_reads_is_not_waited_for(invoke, tmp_pat
 
 
 @posix
-def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
-    os.mkfifo(tmp_path / "x.txt")
-    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
-        assert code == 0
-        assert os.read(reader, 1 << 20).decode() == out
-    finally:
-        os.close(reader)
-
-
-@posix
 def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
     link = tmp_path / "x.json"
     link.symlink_to(link)
@@ -189,12 +165,11 @@ def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits of address space")
-@pytest.mark.parametrize("megabytes", [200, 400, 600])
-def test_too_little_address_space_for_torch_is_said_in_a_line(environment, megabytes):
+def test_too_little_address_space_for_torch_is_said_in_a_line(environment):
     import resource
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+        resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
 
     line = [sys.executable, "-m", "mha_inspect", "trace", *LAYER]
     done = subprocess.run(
@@ -205,20 +180,20 @@ def test_too_little_address_space_for_torch_is_said_in_a_line(environment, megab
     assert "importing torch needs 768 MiB of address space" in done.stderr
 
 
-@posix
-def test_from_a_folder_that_is_gone_torch_is_not_loaded(environment, tmp_path):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    line = 'cd "$1" && rmdir "$1" && shift && "$@"'
-    command = ["sh", "-c", line, "sh", str(gone), sys.executable, "-m", "mha_inspect", "trace", *LAYER]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the working folder no longer exists" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
     from mha_inspect.cli.messages import explain
     from mha_inspect.errors import ExitCode
 
     assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
+
+
+@posix
+def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
+    os.mkfifo(tmp_path / "x.txt")
+    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
+        assert code == 0
+        assert os.read(reader, 1 << 20).decode() == out
+    finally:
+        os.close(reader)

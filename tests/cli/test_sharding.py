@@ -8,25 +8,14 @@ import jsonschema
 import pytest
 
 from ..schemas import load_schema
+from .code import ATTENTION
 
 pytest.importorskip("torch.distributed._local_tensor")
 
 SMALL = ("--embed-dim", "24", "--num-heads", "4", "--seq-len", "5")
-CODE = """
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, embed_dim, num_heads):
-        super().__init__()
-        self.head_dim = embed_dim // num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
-
+CODE = (
+    ATTENTION
+    + """
 
 def forgets_the_sum(module, mesh):
     from torch.distributed.tensor import Partial
@@ -36,6 +25,7 @@ def forgets_the_sum(module, mesh):
     styles["o"] = RowwiseParallel(output_layouts=Partial())
     parallelize_module(module, mesh, styles, src_data_rank=None)
 """
+)
 
 
 def test_the_plan_the_ranks_and_the_proof_are_in_the_page_and_in_json(invoke, mine):
@@ -50,13 +40,6 @@ def test_the_plan_the_ranks_and_the_proof_are_in_the_page_and_in_json(invoke, mi
     assert data["plan"] == {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
     assert [rank["rows"]["W_q"] for rank in data["ranks"]] == [[0, 12], [12, 24]]
     assert data["proof"]["of"] == "ranks"
-
-
-def test_a_plan_of_a_report_is_tried_again(invoke, mine, tmp_path):
-    file = tmp_path / "report.json"
-    target = (f"{mine}:Attention", *SMALL, "--ranks", "2")
-    assert invoke("trace", *target, "-o", str(file)).code == 0
-    assert invoke("trace", *target, "--plan", str(file)).code == 0
 
 
 def test_a_missing_sum_is_found_with_exit_code_1(invoke, mine):
@@ -89,9 +72,3 @@ def test_what_does_not_fit_is_refused(invoke, mine, words, reason):
     code, out, err = invoke("trace", f"{mine}:Attention", *SMALL, *words)
     assert (code, out) == (2, "")
     assert reason in err
-
-
-def test_rows_of_each_head_are_not_shown_for_a_cut_module(invoke, mine):
-    code, out, err = invoke("params", f"{mine}:Attention", *SMALL, "--ranks", "2", "--per-head")
-    assert (code, out) == (2, "")
-    assert "--ranks and --per-head cannot be combined." in err

@@ -5,35 +5,17 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from mha_inspect.files import memory
 
-CODE = """
-import math
+from .code import ATTENTION
 
-import torch
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, dim, heads=1):
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
-
-    def forward(self, x):
-        q, k, v = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        return ((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-class Greedy(Attention):
-    # 4 EiB less a little: more than any machine has, and still a number of bytes that torch can ask for.
-    def forward(self, x):
-        return super().forward(x) + torch.empty(2**60 - 1).sum()
-
+CODE = (
+    ATTENTION
+    + """
 
 class GreedyInFloat64(Attention):
+    # 4 EiB less a little: more than any machine has, and still a number of bytes that torch can ask for.
     def forward(self, x):
         return super().forward(x) + (torch.empty(2**60 - 1).sum() if x.dtype == torch.float64 else 0)
 
@@ -56,6 +38,7 @@ class Wide(nn.Module):
 def by_hand(dim, heads=1):
     raise MemoryError("not that many")
 """
+)
 
 
 COMMANDS = {"trace": (), "diff": ("torch",), "compare-heads": ("--heads", "1,2")}
@@ -77,8 +60,13 @@ def free(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-@pytest.mark.parametrize("command", [*COMMANDS, "check"])
-@pytest.mark.parametrize("line", ["Attention --embed-dim 6 --seq-len 9000", "Piecewise --embed-dim 6"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        *((command, "Attention --embed-dim 6 --seq-len 9000") for command in (*COMMANDS, "check")),
+        ("compare-heads", "Piecewise --embed-dim 6"),
+    ],
+)
 def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, line):
     name, *options = line.split()
     answer = invoke(command, f"{mine}:{name}", *COMMANDS.get(command, ()), *options)
@@ -87,32 +75,16 @@ def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, lin
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("line", ["--seq-len 3000000", "--embed-dim 10000000", "--embed-dim 8 --seq-len 9000"])
+@pytest.mark.parametrize("line", ["--embed-dim 10000000", "--embed-dim 8 --seq-len 9000"])
 def test_a_layer_that_takes_more_than_is_free(invoke, free, command, line):
     sides = {"compare-heads": ("--heads", "1,2"), "diff": ("torch", "bert")}.get(command, ())
     refused(invoke(command, *sides, *line.split()), "out of memory: you tried to allocate ", "--device meta for shapes")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "params"])
+@pytest.mark.parametrize("command", ["compare-heads", "params"])
 def test_a_constructor_is_refused(invoke, mine, command):
     line = (command, f"{mine}:Wide", *COMMANDS.get(command, ()), "--embed-dim", "10000000")
     refused(invoke(*line), "out of memory: you tried to allocate 400000000000000 bytes")
-
-
-def test_a_length_out_of_a_file_that_is_smaller_than_what_it_asks_for(invoke, tmp_path, free):
-    """A file of a kilobyte may ask for scores of any size, by its stride of zero."""
-    torch.save(torch.zeros(1).expand(1, 9000, 8), tmp_path / "x.pt")
-    for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
-        sizes = ("--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"))
-        refused(invoke(command, *sizes, *more), "out of memory: you tried to allocate ")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_torchs_own_word_is_told_in_a_line(invoke, mine, command):
-    line = (command, f"{mine}:Greedy", *COMMANDS[command], "--embed-dim", "6")
-    refused(
-        invoke(*line), "out of memory: you tried to allocate 4611686018427387900 bytes", "smaller --batch or --seq-len"
-    )
 
 
 @pytest.mark.parametrize("command", ["diff", "compare-heads"])
