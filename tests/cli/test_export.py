@@ -127,3 +127,23 @@ def test_what_cannot_be_is_refused_before_any_work(invoke, monkeypatch, tmp_path
     assert said in err
     assert err.count("\n") == 1
     assert (tmp_path / "a.txt").read_text() == "before"
+
+
+def test_a_forward_that_raised_has_no_picture(invoke, tmp_path):
+    module = tmp_path / "raises.py"
+    module.write_text(
+        "from torch import nn\n\n\n"
+        "class Raises(nn.MultiheadAttention):\n"
+        "    def forward(self, query, key, value):\n"
+        "        attended, _ = super().forward(query, key, value)\n"
+        "        return attended @ attended\n"
+    )
+    picture = tmp_path / "a.png"
+    code, out, err = invoke(
+        *("trace", f"{module}:Raises", "--embed-dim", "16", "--num-heads", "2", "--seq-len", "5"),
+        *("--picture", "weights", "--export", str(picture)),
+    )
+    assert code == 1
+    assert "failed" in out
+    assert "a.png was not written, because the forward raised before it ended." in err
+    assert not picture.exists()
