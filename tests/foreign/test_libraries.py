@@ -167,36 +167,6 @@ def test_it_is_told_and_not_accused(make: Any, shapes: tuple[tuple[int, ...], ..
     assert [finding.sentence for finding in report.findings if finding.sure] == []
 
 
-class TwoContextsAdded(Plain):
-    """IP-Adapter's: the contexts of words and of a picture are added before one projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_picture, self.v_picture = nn.Linear(E, E, bias=False), nn.Linear(E, E, bias=False)
-
-    def forward(self, x: Tensor, words: Tensor, picture: Tensor) -> Tensor:
-        q, pairs = (
-            self.heads(self.q(x)),
-            ((self.k(words), self.v(words)), (self.k_picture(picture), self.v_picture(picture))),
-        )
-        first, second = (
-            (self.weigh(q @ self.heads(k).mT / D**0.5) @ self.heads(v)).transpose(1, 2).flatten(2) for k, v in pairs
-        )
-        return self.o(first + 0.6 * second)
-
-
-def test_contexts_that_are_added_have_one_projection() -> None:
-    torch.manual_seed(0)
-    module, inputs = TwoContextsAdded().eval(), given(X, (B, 5, E), (B, 3, E))
-    trace = mha_inspect.trace(module, *inputs, keep=True)
-    for attention in trace.attentions:
-        output = next(stage for stage in attention.stages if stage.name == "output")
-        torch.testing.assert_close(output.tensor, module(*inputs))
-    roles = {own.name: own.role.partition(":")[0] for own in mha_inspect.params(module, *inputs).parameters}
-    assert roles["o.weight"] == "W_o"
-    assert (roles["k.weight"], roles["k_picture.weight"], roles["v_picture.weight"]) == ("W_k", "W_k", "W_v")
-
-
 class MaskAfterTheBend(Plain):
     """FLASH's and ReBased's: squares of scores, which a mask sets to zero afterwards."""
 
@@ -231,33 +201,6 @@ def test_weights_are_masked_after_the_bend(mask: Any) -> None:
     assert attention.notes == ("The weights come from the scores without a softmax.",)
     torch.testing.assert_close(attention.weights.tensor, module.seen)
     assert mha_inspect.check(module, x).ok
-
-
-class Table(Plain):
-    """A table of numbers, `row column`: a column is a token, and a row is a batch item."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.columns = nn.Parameter(torch.randn(N, E))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x[..., None] * self.columns
-        return self.attend(tokens, tokens).mean(1)
-
-
-class Unmerged(Plain):
-    """Lumina's: the heads of the context are merged by a later module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
-        return (self.weigh(q @ k.mT / D**0.5) @ v).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("make", "shape"), [(Table, (B, N)), (Unmerged, X)])
-def test_no_token_is_where_none_is_accused(make: Any, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(make().eval(), *given(shape))
-    assert [finding.sentence for finding in report.findings if finding.sure] == []
 
 
 class MaybeCausalAttention(Plain):

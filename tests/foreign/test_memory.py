@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 import mha_inspect
 
-from .truth import assert_close, assert_true, attentions
-
 BATCH, LENGTH, MEMORY, HEADS, HEAD_DIM = 5, 11, 7, 3, 4
 WIDTH = HEADS * HEAD_DIM
 
@@ -87,20 +85,6 @@ KINDS = [Memory, ByFunctional, ByEinsum, ByMatrix, Shared, InHeads, ByKernel, Ex
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_and_values_may_be_parameters(kind: type[Memory]) -> None:
-    torch.manual_seed(0)
-    module, x = kind().eval(), torch.randn(BATCH, LENGTH, WIDTH)
-    (attention,) = attentions(module, x)
-    assert_true(attention)
-    sizes = attention.sizes()
-    assert (sizes["batch"], sizes["query"], sizes["key"]) == (BATCH, LENGTH, MEMORY)
-    assert attention.names.num_heads == attention.names.num_kv_heads == kind.num_heads
-    keys = attention.canonical("k_heads", "batch heads key head_dim")[:1]
-    expected = module.keys.detach().double()
-    assert_close(keys, split(expected)[None] if kind.num_heads > 1 else expected[None, None])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_parameters_are_named(kind: type[Memory]) -> None:
     torch.manual_seed(0)
     module, x = kind().eval(), torch.randn(BATCH, LENGTH, WIDTH)
@@ -118,32 +102,3 @@ def test_tokens_that_read_a_memory_are_not_accused_of_not_mixing(kind: type[Memo
     torch.manual_seed(0)
     report = mha_inspect.check(kind().eval(), torch.randn(BATCH, LENGTH, WIDTH))
     assert "mixing" not in {finding.check for finding in report.findings}
-
-
-class Hidden(nn.Module):
-    """Layers with a softmax between them: nothing is looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, MEMORY), nn.Linear(MEMORY, 2)
-        self.matrix, self.values = nn.Parameter(torch.randn(WIDTH, MEMORY)), nn.Parameter(torch.randn(MEMORY, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(self.second(self.first(x)).softmax(-1))
-
-
-class OfTheInput(Hidden):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.matrix).softmax(-1) @ self.values
-
-
-class Router(Hidden):
-    """A softmax over experts, given by a layer, that mixes learned vectors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).softmax(-1) @ self.values
-
-
-@pytest.mark.parametrize("kind", [Hidden, OfTheInput, Router])
-def test_layers_around_a_softmax_are_no_memory(kind: type[Hidden]) -> None:
-    assert not mha_inspect.trace(kind().eval(), torch.randn(BATCH, LENGTH, WIDTH)).attentions

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.params import params
-from mha_inspect.graph.dataflow import Graph
-from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.running.subject import Subject
 from tests.corpus.test_parameters import cut
-from tests.recorded import record_opened
 
-from .truth import Shown, assert_close, assert_true, attentions
+from .truth import Shown, assert_true, attentions
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,7 +82,6 @@ HEADS = dict.fromkeys(CONFIGS, (3, 3, 10)) | {
     "swin": None,
 }
 SCALES = {"t5": 1.0, "deberta-v2": 30**-0.5, "gemma2": 24**-0.5, "swin": 4**-0.5}
-NO_KERNEL = ("t5", "swin", "deberta-v2", "bloom", "gemma2")
 COUNTS = {"t5": 6, "bart": 6, "whisper": 6, "clip": 4}
 
 
@@ -162,27 +158,6 @@ def test_heads_and_scale_are_those_of_the_config(kind: str) -> None:
         assert bool(found.earlier) == (kind == "deepseek_v3")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in NO_KERNEL])
-def test_the_fused_kernels_hold_the_same_attentions(kind: str) -> None:
-    eager = run(kind, 2, 7)[0]
-    fused = attentions(model(kind, "sdpa"), **inputs(kind, 2, 7))
-    assert [attention.found.module for attention in fused] == [attention.found.module for attention in eager]
-    for one, other in zip(eager, fused, strict=True):
-        assert one.names.num_heads == other.names.num_heads
-        assert one.names.num_kv_heads == other.names.num_kv_heads
-        assert one.found.scale == pytest.approx(other.found.scale, rel=1e-5)
-        assert_close(*(a.canonical("weights", "batch heads query key") for a in (one, other)))
-        for stage in ("q_proj", "q_heads", "context", "concat", "output"):
-            assert one.names.of_stage(stage) == other.names.of_stage(stage)
-
-
-def test_a_model_without_softmax_has_no_attention() -> None:
-    config = transformers.AutoConfig.for_model("fnet", **TEXT, hidden_size=30, intermediate_size=32)
-    with torch.no_grad():
-        recording, _ = record_opened(transformers.AutoModel.from_config(config).eval(), torch.randint(5, 90, (2, 7)))
-    assert attentions_of(Graph(recording)) == []
-
-
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "gpt_neox", "bloom", "falcon"])
 def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> None:
     module, given = model(kind), {**inputs(kind, 2, 7)}
@@ -213,28 +188,3 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
             own = [piece.head] if piece.part == "W_q" else [piece.head * group + n for n in range(group)]
             assert changed == own, (row.name, piece)
     assert seen == {"W_q", "W_k"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameter", "axes", "said"),
-    [
-        ("gpt2", "h.0.attn.c_proj.weight", "(heads head_dim) embed", "W_o: rows are the heads stacked"),
-        (
-            "bloom",
-            "h.0.self_attention.query_key_value.weight",
-            "(heads qkv head_dim) embed",
-            "head by head: 10 rows of q",
-        ),
-        ("falcon", "h.0.self_attention.query_key_value.weight", "packed embed", "rows 0–29, 30–39, 40–49"),
-        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "", "added to the scores"),
-        ("qwen3", "layers.0.self_attn.q_norm.weight", "head_dim", "not split by head"),
-        ("deepseek_v3", "layers.0.self_attn.kv_b_proj.weight", "(heads packed) latent", "6 rows of k, 7 of v each"),
-        ("deepseek_v3", "layers.0.self_attn.q_a_proj.weight", "latent embed", "not split by head"),
-    ],
-)
-def test_what_the_parameters_of_a_model_are_for(kind: str, parameter: str, axes: str, said: str) -> None:
-    module = model(kind)
-    report = params(Subject(module, (), inputs(kind, 2, 7)))
-    row = next(row for row in report.parameters if row.name == parameter)
-    assert row.axes == (axes or "num_embeddings embedding_dim")
-    assert said in row.role

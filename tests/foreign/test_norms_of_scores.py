@@ -174,11 +174,3 @@ def test_centred_scores_keep_their_scale() -> None:
     (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
     assert shown.scale == pytest.approx(HEAD_DIM**-0.5)
     assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores - mean"
-
-
-def test_a_mask_that_is_a_statistic_of_other_numbers_stays_a_mask() -> None:
-    torch.manual_seed(0)
-    mask = torch.randn(2, LENGTH, LENGTH).mean(0)
-    module = ByHand(lambda scores: scores * mask).eval()
-    (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
-    assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores · mask"

@@ -177,23 +177,9 @@ def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
 # -- loops over several attentions ------------------------------------------------------------------------------------
 
 
-def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend(*own) for own in zip(*(each.split(4, 2) for each in (q, k, v)), strict=True)], 2)
-
-
-def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    masks = future(), future().flip(0)
-    halves = zip(*(each.split(B // 2) for each in (q, k, v)), masks, strict=True)
-    return torch.cat([attend(*own) for own in halves])
-
-
 def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     first, second = (attend(*own, v) for own in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
     return first - 0.3 * second
-
-
-def one_selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([attend(q[:, :, at, None], k, v)[:, :, 0] for at in range(N)], 2)
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -202,37 +188,6 @@ def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for at in (4, 8):
         results.append(attend(q[:, :, at : at + 4] + results[-1].mean(2, keepdim=True), k, v))
     return torch.cat(results, 2)
-
-
-class Halves(nn.Module):
-    """A whole layer is called with both halves of the batch, or of the sequence."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.layer, self.dim = Heads(), dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.layer(half) for half in x.chunk(2, self.dim)], self.dim)
-
-
-SEVERAL = [(Heads(windows), 2), (Heads(features), 2), (Halves(0), 2)]
-
-
-@pytest.mark.parametrize(("module", "count"), [*SEVERAL, (Halves(1), 2)])
-def test_pieces_with_keys_or_masks_of_their_own_stay_several(module: nn.Module, count: int) -> None:
-    torch.manual_seed(0)
-    found = trace(module.eval(), torch.randn(B, N, WIDTH)).attentions
-    assert len(found) == count
-    assert {one.num_heads for one in found} == {HEADS}
-
-
-@pytest.mark.parametrize("way", [blocks, one_selected])
-def test_pieces_of_one_context_with_keys_of_their_own_are_one_attention(way: Callable[..., Tensor]) -> None:
-    """What they give is that of all keys, of which each piece masks out those of the others."""
-    torch.manual_seed(0)
-    (found,) = trace(Heads(way).eval(), torch.randn(B, N, WIDTH)).attentions
-    assert (found.num_heads, found.head_dim, found.bias) == (HEADS, HEAD_DIM, False)
-    assert way is one_selected or found.masked_scores.formula == "mask(scores)"
 
 
 def test_queries_made_of_the_results_before_stay_several() -> None:

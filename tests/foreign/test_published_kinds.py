@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect import Intent, check, params, recording, trace
+from mha_inspect import check, params, recording, trace
 from mha_inspect.answers.decode import decoded
 from mha_inspect.layers.spec import Show
 from mha_inspect.naming.canonical import content_of
@@ -37,36 +37,6 @@ class Grouped(nn.Module):
         k, v = (self.split(project(x)).repeat(1, HEADS // KV_HEADS, 1, 1) for project in (self.k, self.v))
         weights = (self.split(self.q(x)) @ k.mT / HEAD_DIM**0.5).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
-
-
-class Picked(Grouped):
-    """The same, with key heads that are picked by index."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        users = torch.arange(HEADS) % KV_HEADS
-        k, v = (self.split(project(x))[:, users] for project in (self.k, self.v))
-        weights = (self.split(self.q(x)) @ k.mT / HEAD_DIM**0.5).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
-
-
-class GroupFirst(Grouped):
-    """The same, with a dimension for the group before that of the key heads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (-1, KV_HEADS, HEAD_DIM))
-        k, v = (project(x).unflatten(-1, (-1, HEAD_DIM)) for project in (self.k, self.v))
-        weights = (torch.einsum("bngkd,bskd->bgkns", q, k) / HEAD_DIM**0.5).softmax(-1)
-        return self.o(torch.einsum("bgkns,bskd->bngkd", weights, v).flatten(2))
-
-
-class Neighbours(Grouped):
-    """Neighbouring query heads share a key head, and the scores count the group first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (KV_HEADS, -1, HEAD_DIM)).permute(0, 3, 2, 1, 4)
-        k, v = (self.split(project(x)) for project in (self.k, self.v))
-        weights = (torch.einsum("bghnd,bhsd->bghns", q, k) / HEAD_DIM**0.5).softmax(-1)
-        return self.o(torch.einsum("bghns,bhsd->bnhgd", weights, v).flatten(2))
 
 
 class Cached(Grouped):
@@ -149,22 +119,6 @@ def rows_of(module: nn.Module, part: str, *args: Tensor) -> list[Tensor]:
     return [cut(parameters[row.name], piece) for row in report.parameters for piece in row.heads if piece.part == part]
 
 
-@pytest.mark.parametrize("kind", [Grouped, Picked, GroupFirst, Neighbours])
-def test_heads_are_numbered_as_the_rows_of_the_queries(kind: type[Grouped]) -> None:
-    torch.manual_seed(0)
-    module, x = kind(), torch.randn(B, N, WIDTH)
-    stages, by_head = content(module, x), module.q.weight.view(HEADS, HEAD_DIM, WIDTH)
-    torch.testing.assert_close(stages["q_heads"], module.split(module.q(x)))
-    assert all(map(torch.equal, rows_of(module, "W_q", x), by_head))
-    assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
-    assert all(map(torch.equal, rows_of(module, "W_k", x), module.k.weight.split(HEAD_DIM)))
-    assert trace(module, x).attentions[0].num_kv_heads == KV_HEADS
-    group = HEADS // KV_HEADS
-    k = module.split(module.k(x))
-    k = k.repeat_interleave(group, 1) if kind is Neighbours else k.repeat(1, group, 1, 1)
-    torch.testing.assert_close(stages["scores"], module.split(module.q(x)) @ k.mT / HEAD_DIM**0.5)
-
-
 @pytest.mark.parametrize("kind", [Cached, Copied, Scattered])
 def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Cached]) -> None:
     torch.manual_seed(0)
@@ -197,29 +151,6 @@ def test_single_queries_are_a_batch() -> None:
     assert (one.num_heads, stages["weights"]) == (1, "batch key")
 
 
-class Biased(nn.Module):
-    """BEiT and Swin v2: one bias, joined from that of the queries, zeros for the keys, and that of the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
-        packed = nn.functional.linear(x, self.qkv.weight, bias).unflatten(-1, (3, HEADS, HEAD_DIM))
-        q, k, v = packed.permute(2, 0, 3, 1, 4)
-        return self.o(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def test_a_bias_that_is_joined_belongs_to_the_side_that_its_elements_reach() -> None:
-    module, x = Biased(), torch.randn(B, N, WIDTH)
-    roles = {parameter.name: parameter.role for parameter in params(module, x).parameters}
-    assert (roles["q_bias"], roles["v_bias"]) == ("b_q", "b_v")
-    for letter in "qv":
-        assert all(map(torch.equal, rows_of(module, f"b_{letter}", x), getattr(module, f"{letter}_bias").split(5)))
-
-
 class FewAtATime(Grouped):
     """Stable Diffusion's attention for little memory: a few of the folded heads at a time, written in place."""
 
@@ -249,26 +180,6 @@ def test_a_few_heads_at_a_time_are_one_attention() -> None:
     for letter in "qkv":
         assert all(map(torch.equal, rows_of(module, f"W_{letter}", x), getattr(module, letter).weight.split(HEAD_DIM)))
     assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
-
-
-class Latent(Grouped):
-    """Multi-query attention whose keys are also its values, as in attention with absorbed projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Linear(WIDTH, HEAD_DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        latent = self.down(x)
-        weights = torch.einsum("bhnd,bsd->bhns", self.split(self.q(x)), latent).softmax(-1)
-        return self.o(torch.einsum("bhns,bsd->bnhd", weights, latent).flatten(2))
-
-
-def test_keys_that_are_also_the_values_are_one_matrix() -> None:
-    module, x = Latent(), torch.randn(B, N, WIDTH)
-    (row,) = (row for row in params(module, x).parameters if row.name == "down.weight")
-    role = f"W_k, W_v: rows are the heads stacked, {HEAD_DIM} each, each for {HEADS} query heads"
-    assert (row.axes, row.role) == ("(kv_heads head_dim) embed", role)
 
 
 PIECE = 4
@@ -498,32 +409,6 @@ def test_exponentials_that_average_no_values_by_scores_are_no_attention(kind: ty
     assert not trace(kind(), torch.randn(B, N, WIDTH)).attentions
 
 
-class Table(nn.Module):
-    """Attention inside the rows or the columns of a table, with products that count batch and heads differently."""
-
-    def __init__(self, scores: str, values: str, scale: float) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
-        self.scores, self.values, self.scale = scores, values, scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (3, 4)) for project in (self.q, self.k, self.v))
-        weights = (torch.einsum(self.scores, q, k) * self.scale).softmax(-1)
-        return self.o(torch.einsum(self.values, weights, v).flatten(3))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ("bichd,bjchd->hcbij", "hcbij,bjchd->bichd", 4**-0.5),
-        ("brihd,brjhd->hbij", "hbij,brjhd->brihd", 28**-0.5),  # one map for all rows
-    ],
-)
-def test_heads_of_a_table_are_not_mixed(kind: tuple[str, str, float]) -> None:
-    torch.manual_seed(0)
-    assert not check(Table(*kind), torch.randn(2, 7, 5, 12)).findings
-
-
 class Keeper:
     """A cache of a user's class, which a forward changes and does not return."""
 
@@ -568,13 +453,6 @@ def test_a_module_that_continues_from_its_cache_is_right_to_change_the_next_run(
     assert not report.findings
     assert "repeat" in {skipped.check for skipped in report.left_out}
     assert [finding.check for finding in check(Leaking(), torch.randn(B, N, WIDTH)).findings] == ["repeat"]
-
-
-def test_a_cache_that_is_given_is_given_anew_to_each_run() -> None:
-    torch.manual_seed(0)
-    report = check(Keeping(), torch.randn(B, N, WIDTH), Keeper(), intent=Intent(causal=True))
-    assert not report.findings
-    assert "causal" in {passed.check for passed in report.held}
 
 
 def test_decoding_with_a_cache_that_no_call_returns_is_proved() -> None:
@@ -622,49 +500,6 @@ class Absorbed(nn.Module):
 
     def end(self, context: Tensor, up: Tensor) -> Tensor:
         return self.wo(torch.einsum("bqhc,hdc->bqhd", context, up[:, -V_DIM:]).flatten(2))
-
-
-class AbsorbedJoined(Absorbed):
-    """The latents are joined with the rotated keys, and one product gives the scores."""
-
-    def attend(self, q: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
-        q, k = torch.cat((q, rope), -1).transpose(1, 2), torch.cat((latent, rope_key), -1)[:, None]
-        return ((q @ k.mT / (NOPE + ROPE) ** 0.5).softmax(-1) @ latent[:, None]).transpose(1, 2)
-
-
-class AbsorbedByMatrix(Absorbed):
-    """vLLM: a batch of matrices, with the heads first."""
-
-    def end(self, context: Tensor, up: Tensor) -> Tensor:
-        heads = torch.bmm(context.flatten(0, 1).transpose(0, 1), up[:, NOPE:].mT)
-        return self.wo(heads.transpose(0, 1).reshape(*context.shape[:2], -1))
-
-
-@pytest.mark.parametrize("kind", [Absorbed, AbsorbedJoined, AbsorbedByMatrix])
-def test_absorbed_projections_are_those_of_keys_and_values(kind: type[Absorbed]) -> None:
-    torch.manual_seed(0)
-    module, x = kind(), torch.randn(B, N, WIDTH)
-    torch.testing.assert_close(module(x), module.plain(x))
-    (one,) = trace(module, x).attentions
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "grouped"), HEADS, 1)
-    stages = {stage.name: (stage.shape, stage.axes) for stage in one.stages}
-    assert stages["q_proj"][0] == (B, N, HEADS * (NOPE + ROPE))
-    assert stages["concat"] == ((B, N, HEADS * V_DIM), f"batch query (heads {V_DIM})")
-    assert stages["output"] == ((B, N, WIDTH), "batch query embed")
-    if kind is not AbsorbedJoined:  # whose keys have the rotated ones too
-        formulas = {stage.name: stage.formula for stage in one.stages}
-        assert formulas["k_heads"] == formulas["v_heads"].replace("v_", "k_") == "rms_norm(k_proj in heads)"
-        latent = module.wkv_a(x)[..., :LATENT]
-        made = content(module, x)
-        torch.testing.assert_close((made["k_proj"], made["v_proj"]), (latent, latent))
-        assert (
-            sum(stage.flops for stage in one.stages if stage.name in ("k_proj", "v_proj")) == 2 * latent.numel() * WIDTH
-        )
-    report = params(module, x, per_head=True).parameters
-    roles = {row.name: row.role for row in report}
-    assert (roles["wq.weight"], roles["wo.weight"]) == ("W_q", "W_o")
-    assert roles["wkv_b.weight"] == "W_k and W_v by head, absorbed into the queries and output"
-    assert not any(row.heads for row in report if row.name in ("wq.weight", "wkv_b.weight"))
 
 
 class AbsorbedStep(Absorbed):
@@ -778,28 +613,6 @@ class QueriesOfEachHead(Whole):
 def test_a_matrix_for_each_head_is_a_projection_itself(kind: type[Whole], role: str) -> None:
     roles = {row.name: row.role for row in params(kind(), torch.randn(B, N, WIDTH)).parameters}
     assert roles["by_head"] == f"{role}: one matrix per head"
-
-
-class Parallel(nn.Module):
-    """Attention and features beside it: one matrix for q, k, v and the features, and one for both results."""
-
-    def __init__(self, kv_heads: int) -> None:
-        super().__init__()
-        self.widths = [WIDTH, kv_heads * HEAD_DIM, kv_heads * HEAD_DIM, 2 * WIDTH]
-        self.fused, self.o = nn.Linear(WIDTH, sum(self.widths)), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        *qkv, features = self.fused(x).split(self.widths, -1)
-        q, k, v = (each.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for each in qkv)
-        context = (q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v
-        return self.o(torch.cat((context.transpose(1, 2).flatten(2), features.relu()), -1))
-
-
-@pytest.mark.parametrize("kv_heads", [1, HEADS])
-def test_features_beside_the_context_are_no_attention(kv_heads: int) -> None:
-    (one,) = trace(Parallel(kv_heads), torch.randn(B, N, WIDTH)).attentions
-    assert (one.num_heads, one.num_kv_heads) == (HEADS, kv_heads)
-    assert one.concat.formula == "context in heads, beside other features"
 
 
 class GivenCache(Cached):

@@ -32,41 +32,11 @@ class OfImage(nn.Module):
         return torch.einsum("bhijkl,bklhc->bijhc", weights, v).flatten(-2)
 
 
-class BySum(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        exponentials = (scores - scores.amax((-2, -1), keepdim=True)).exp()
-        return exponentials / exponentials.sum((4, 5), keepdim=True)
-
-
-class ByInverse(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        exponentials = scores.exp()
-        return exponentials * exponentials.sum((-1, -2), keepdim=True).reciprocal()
-
-
-class Indexed(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        return torch.exp(scores - torch.logsumexp(scores, dim=(4, 5))[..., None, None])
-
-
 class OverHeads(OfImage):
     """The weights of all heads sum to one: a softmax over the keys is something else."""
 
     def weights(self, scores: Tensor) -> Tensor:
         return (scores - scores.logsumexp((1, -2, -1), keepdim=True)).exp()
-
-
-@pytest.mark.parametrize("kind", [OfImage, BySum, ByInverse, Indexed])
-def test_a_softmax_over_two_axes_of_keys_is_found(kind: type[OfImage]) -> None:
-    torch.manual_seed(0)
-    module, x = kind().eval(), torch.randn(BATCH, ROWS, COLUMNS, WIDTH)
-    (attention,) = attentions(module, x)
-    assert_true(attention)
-    assert attention.axes()["weights"] == "batch heads query_1 query_2 key_1 key_2"
-    assert attention.names.num_heads == HEADS
-    q, k = (side(x).flatten(1, 2).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (module.q, module.k))
-    expected = (q @ k.mT / math.sqrt(HEAD_DIM)).double().softmax(-1)
-    assert_close(attention.canonical("weights", "batch heads query key"), expected)
 
 
 def test_a_softmax_over_heads_and_keys_is_no_softmax_over_keys() -> None:

@@ -42,12 +42,6 @@ def apart() -> Tensor:
     return (torch.arange(N)[:, None] - torch.arange(N)).abs()
 
 
-ALIKE = {
-    "plain": lambda at, scores: scores.softmax(-1),
-    "causal": lambda at, scores: scores.masked_fill(future(), -torch.inf).softmax(-1),
-    "slopes": lambda at, scores: (scores - 2.0**-at * apart()).softmax(-1),
-    "windows": lambda at, scores: scores.masked_fill(apart() > at + 1, -torch.inf).softmax(-1),
-}
 UNLIKE = {
     "dim": lambda at, scores: scores.softmax(-2 if at == 1 else -1),
     "scale": lambda at, scores: (scores * (at + 1)).softmax(-1),
@@ -61,54 +55,10 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("weights_of", ALIKE.values(), ids=ALIKE)
-def test_heads_that_agree_are_one_attention(weights_of: Callable[[int, Tensor], Tensor]) -> None:
-    (one,) = found_in(in_turn(weights_of))
-    assert one.num_heads == HEADS
-
-
 @pytest.mark.parametrize("weights_of", UNLIKE.values(), ids=UNLIKE)
 def test_heads_that_differ_stay_several(weights_of: Callable[[int, Tensor], Tensor]) -> None:
     found = found_in(in_turn(weights_of))
     assert [one.num_heads for one in found] == [1] * HEADS
-
-
-def test_each_head_is_told_by_its_own_facts() -> None:
-    assert [one.scale for one in found_in(in_turn(UNLIKE["scale"]))] == pytest.approx([SCALE, SCALE * 2, SCALE * 3])
-    assert [one.kind for one in found_in(in_turn(UNLIKE["mask"]))] == [("self",), ("self",), ("self", "causal")]
-    notes = [" ".join(one.notes) for one in found_in(in_turn(UNLIKE["dim"]))]
-    assert ["over the queries" in note for note in notes] == [False, True, False]
-
-
-def test_heads_beside_one_without_a_softmax_are_not_counted() -> None:
-    """Two of three heads have a softmax: that these are all heads would be false."""
-    found = found_in(in_turn(lambda at, scores: scores.softmax(-1) if at < 2 else scores / N))
-    assert [one.num_heads for one in found] == [1, 1]
-
-
-def test_heads_in_a_buffer_beside_one_without_a_softmax_are_not_counted() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = torch.zeros_like(q)
-        for at in range(HEADS):
-            scores = q[:, at] @ k[:, at].mT * SCALE
-            result[:, at] = (scores.softmax(-1) if at < 2 else scores / N) @ v[:, at]
-        return result
-
-    assert [one.num_heads for one in found_in(Heads(attend))] == [1, 1]
-
-
-def test_every_second_head_on_a_line_of_its_own_is_counted() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        results = []
-        for at in range(HEADS):
-            scores = q[:, at] @ k[:, at].mT * SCALE
-            if at % 2:
-                results.append(scores.softmax(-1) @ v[:, at])
-            else:
-                results.append(scores.masked_fill(future(), -torch.inf).softmax(-1) @ v[:, at])
-        return torch.stack(results, 1)
-
-    assert sorted(one.num_heads for one in found_in(Heads(attend))) == [1, 2]
 
 
 class Uneven(nn.Module):
@@ -203,24 +153,8 @@ def online(
     return Heads(attend)
 
 
-def test_pieces_with_scales_of_their_own_have_no_single_scale() -> None:
-    (one,) = found_in(online())
-    assert one.scale == pytest.approx(SCALE)
-    (other,) = found_in(online(scale=lambda at: SCALE * (at + 1)))
-    assert other.scale != other.scale  # NaN: no single number
-    assert other.scores.formula.endswith("· scale")
-
-
 def test_one_piece_with_a_cap_is_not_told_by_the_others() -> None:
     assert not found_in(online(cap=lambda at, scores: 2 * torch.tanh(scores / 2) if at else scores))
-
-
-def test_pieces_of_queries_with_scales_of_their_own_stay_several() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pieces = enumerate(q.split(4, 2))
-        return torch.cat([(piece @ k.mT * SCALE * (at + 1)).softmax(-1) @ v for at, piece in pieces], 2)
-
-    assert [one.scale for one in found_in(Heads(attend))] == pytest.approx([SCALE, SCALE * 2, SCALE * 3])
 
 
 def test_one_piece_of_the_queries_with_a_cap_stays_apart() -> None:
@@ -250,21 +184,6 @@ def test_pieces_that_are_not_rescaled_are_no_softmax(forget: str) -> None:
     assert_sum_does_not_fit(online(forget=forget))
 
 
-def test_pieces_on_top_of_what_is_zero_times_the_queries_are_a_softmax() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        top, total, result = torch.full((*q.shape[:3], 1), -torch.inf), torch.zeros(*q.shape[:3], 1), q * 0
-        for keys, values in zip(k.split(4, 2), v.split(4, 2), strict=True):
-            scores = q @ keys.mT * SCALE
-            new = torch.maximum(top, scores.amax(-1, keepdim=True))
-            numbers, factor = (scores - new).exp(), (top - new).exp()
-            total = total * factor + numbers.sum(-1, keepdim=True)
-            result, top = result * factor + numbers @ values, new
-        return result / total
-
-    (one,) = found_in(Heads(attend))
-    assert one.context.formula == "exp(scores) · v_heads / Σ exp(scores)"
-
-
 def late(change: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor] | None = None) -> Heads:
     """Exponentials that are changed, multiplied by the values, and divided by a sum: of the changed ones by default."""
 
@@ -286,12 +205,6 @@ WRONG = {
     "sum over queries": late(lambda numbers: numbers, lambda numbers: numbers.sum(-2).unsqueeze(-1)),
     "half": late(lambda numbers: numbers * 0.5, lambda numbers: numbers.sum(-1, keepdim=True)),
 }
-MASKED = {
-    "tril": lambda numbers: numbers.tril(),
-    "times": lambda numbers: numbers * allowed(),
-    "fill": lambda numbers: numbers.masked_fill(future(), 0),
-    "where": lambda numbers: torch.where(future(), 0.0, numbers),
-}
 
 
 @pytest.mark.parametrize("module", WRONG.values(), ids=WRONG)
@@ -299,20 +212,6 @@ def test_a_sum_that_does_not_fit_is_no_softmax(module: nn.Module) -> None:
     assert_sum_does_not_fit(module)
 
 
-@pytest.mark.parametrize("change", MASKED.values(), ids=MASKED)
-def test_masked_exponentials_are_a_mask(change: Callable[[Tensor], Tensor]) -> None:
-    (one,) = found_in(late(change))
-    assert one.kind == ("self", "causal")
-    assert one.context.formula == "mask(exp(scores)) · v_heads / Σ mask(exp(scores))"
-    assert not one.bias
-
-
 def test_exponentials_that_decay_have_a_bias() -> None:
     (one,) = found_in(late(lambda numbers: numbers * 0.8 ** apart()))
     assert (one.kind, one.bias) == (("self",), True)
-
-
-def test_plain_exponentials_have_no_mask() -> None:
-    (one,) = found_in(late(lambda numbers: numbers))
-    assert (one.kind, one.bias) == (("self",), False)
-    assert one.context.formula == "exp(scores) · v_heads / Σ exp(scores)"
