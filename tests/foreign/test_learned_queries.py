@@ -6,27 +6,19 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
 
-BATCH, KEYS, QUERIES, HEADS, HEAD_DIM = 5, 11, 7, 3, 4
-WIDTH = HEADS * HEAD_DIM
+BATCH, KEYS, QUERIES, WIDTH = 5, 11, 7, 12
 
 
 def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
-def split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(-2, -3)
-
-
 class Learned(nn.Module):
     """Learned queries `query embed` against keys `batch key embed`."""
-
-    num_heads = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,23 +29,9 @@ class Learned(nn.Module):
         return weighed(self.latents, self.k(x), self.v(x))
 
 
-class Expanded(Learned):
-    def forward(self, x: Tensor) -> Tensor:
-        return weighed(self.latents.expand(len(x), -1, -1), self.k(x), self.v(x))
-
-
 class Projected(Learned):
     def forward(self, x: Tensor) -> Tensor:
         return self.o(weighed(self.q(self.latents), self.k(x), self.v(x)))
-
-
-class InHeadsByKernel(Learned):
-    num_heads = HEADS
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = split(self.q(self.latents)).expand(len(x), -1, -1, -1)
-        made = F.scaled_dot_product_attention(q, split(self.k(x)), split(self.v(x)))
-        return self.o(made.transpose(1, 2).flatten(2))
 
 
 class OfABuffer(Learned):
@@ -74,11 +52,9 @@ class WithPositions(OfABuffer):
     ("kind", "stage", "origin"),
     [
         (Learned, "q_heads", "the parameter latents"),
-        (Expanded, "q_heads", "the parameter latents"),
         (Projected, "query", "the parameter latents"),
         (OfABuffer, "query", "the buffer table"),
         (WithPositions, "query", "computed from parameters"),
-        (InHeadsByKernel, "query", "the parameter latents"),
     ],
 )
 def test_a_query_that_is_no_input_is_not_called_given(kind: type[Learned], stage: str, origin: str) -> None:

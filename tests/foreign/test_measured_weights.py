@@ -55,7 +55,6 @@ def formulas(module: nn.Module) -> dict[str, str]:
 NONE = {
     "a Taylor series": lambda a: divided(1 + a + a * a / 2),
     "a power": lambda a: divided((1 + a / 16) ** 16),
-    "a sigmoid": lambda a: divided(a.sigmoid()),
 }
 
 
@@ -69,14 +68,10 @@ def test_what_is_linear_for_small_scores_only_is_no_softmax(name: str) -> None:
 
 
 ONE = {
-    "masked after it": (lambda a: divided(a.softmax(-1) * below(a)), "softmax(mask(scores))"),
-    "masked exponentials": (lambda a: divided(a.exp() * below(a)), "softmax(mask(scores))"),
-    "guarded": (lambda a: a.exp() / (a.exp().sum(-1, keepdim=True) + 1e-6), "softmax(scores)"),
     "guarded and masked": (
         lambda a: (a.exp() * below(a)) / ((a.exp() * below(a)).sum(-1, keepdim=True) + 1e-6),
         "softmax(mask(scores))",
     ),
-    "decayed": (lambda a: divided(a.exp() * 0.8 ** distance(a)), "softmax(scores + bias)"),
     "decayed and masked": (lambda a: divided(a.exp() * below(a) * 0.8 ** distance(a)), "softmax(mask(scores + bias))"),
 }
 
@@ -103,7 +98,6 @@ def test_factors_of_exponentials_are_masks_and_biases_of_scores(name: str) -> No
 SCALED = {
     "a mean over heads": (lambda a: a.mean(1, keepdim=True).softmax(-1), "mean(scores)"),
     "the largest": (lambda a: a.topk(N, -1).values.softmax(-1), "topk(scores)"),
-    "rolled": (lambda a: a.roll(1, -1).softmax(-1), "roll(scores)"),
 }
 
 

@@ -54,10 +54,6 @@ def future(start: int = 0, stop: int = N) -> Tensor:
     return torch.arange(N) > torch.arange(start, stop)[:, None]
 
 
-def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend(piece, k, v) for piece in q.split(4, 2)], 2)
-
-
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     starts = range(0, N, 4)
     return torch.cat([attend(q[:, :, at : at + 4], k, v, future(at, min(at + 4, N))) for at in starts], 2)
@@ -68,10 +64,6 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for at in range(0, N, 4):
         result[:, :, at : at + 4] = F.scaled_dot_product_attention(q[:, :, at : at + 4], k, v)
     return result
-
-
-def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([attend(q[:, :, at : at + 1], k, v)[:, :, 0] for at in range(N)], 2)
 
 
 def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,7 +84,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return result.unflatten(0, (-1, HEADS))
 
 
-WAYS = {joined: "query", causal: "query", in_place: "query", one_by_one: "query", halves: "batch"}
+WAYS = {causal: "query", in_place: "query", halves: "batch"}
 
 
 def assert_heads_are_rows(module: Heads, x: Tensor) -> None:
@@ -161,10 +153,10 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(results, 2)
 
 
-@pytest.mark.parametrize("length", [N, 12])  # 12: queries and keys of a block are equal pieces of one axis
-def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
+def test_blocks_of_queries_and_keys_are_one_attention() -> None:
+    """With 12 positions, queries and keys of a block are equal pieces of one axis."""
     torch.manual_seed(0)
-    module, x = Heads(in_blocks).double().eval(), torch.randn(B, length, WIDTH).double()
+    module, x = Heads(in_blocks).double().eval(), torch.randn(B, 12, WIDTH).double()
     q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
     _, run = traced(Subject(module, (x,), {}), Show(), keep=True)
     ((attention, names),) = run.attentions
@@ -175,11 +167,6 @@ def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
 
 
 # -- loops over several attentions ------------------------------------------------------------------------------------
-
-
-def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    first, second = (attend(*own, v) for own in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
-    return first - 0.3 * second
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kinds of attention in public repositories: memories of earlier tokens, windows in some layers, cached latents."""
+"""A module whose batch is turned inside says nothing of the batch outside."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-B, N, HEADS, HEAD_DIM, MEMORY, LATENT = 2, 7, 3, 4, 5, 6
-WIDTH = HEADS * HEAD_DIM
+B, N, HEADS, WIDTH = 2, 7, 3, 12
 X = torch.randn(B, N, WIDTH, generator=torch.Generator().manual_seed(0))
 
 

@@ -59,11 +59,6 @@ class Cached(Grouped):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
-class Copied(Cached):
-    def write(self, cache: Tensor, at: Tensor, content: Tensor) -> None:
-        cache.index_copy_(2, at, content)
-
-
 class Scattered(Cached):
     def write(self, cache: Tensor, at: Tensor, content: Tensor) -> None:
         cache.scatter_(2, at.view(1, 1, -1, 1).expand_as(content), content)
@@ -119,7 +114,7 @@ def rows_of(module: nn.Module, part: str, *args: Tensor) -> list[Tensor]:
     return [cut(parameters[row.name], piece) for row in report.parameters for piece in row.heads if piece.part == part]
 
 
-@pytest.mark.parametrize("kind", [Cached, Copied, Scattered])
+@pytest.mark.parametrize("kind", [Cached, Scattered])
 def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Cached]) -> None:
     torch.manual_seed(0)
     given: tuple[Any, ...] = (torch.randn(B, N, WIDTH), torch.arange(N))
@@ -131,8 +126,7 @@ def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Ca
         assert all(map(torch.equal, rows_of(module, f"W_{letter}", *given), weight.split(HEAD_DIM)))
 
 
-@pytest.mark.parametrize("kind", [Grouped, Forwards])
-@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize(("kind", "batch"), [(Grouped, 1), (Forwards, B)])
 def test_a_module_is_known_where_its_forward_is_called(kind: type[Grouped], batch: int) -> None:
     module, x = Layers(), torch.randn(batch, N, WIDTH)
     for layer in module.layers:
@@ -149,37 +143,6 @@ def test_single_queries_are_a_batch() -> None:
     (one,) = trace(Memories(), torch.randint(13, (4, N, 5)), torch.randint(13, (4, 5))).attentions
     stages = {stage.name: stage.axes for stage in one.stages}
     assert (one.num_heads, stages["weights"]) == (1, "batch key")
-
-
-class FewAtATime(Grouped):
-    """Stable Diffusion's attention for little memory: a few of the folded heads at a time, written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(project(x)).flatten(0, 1) for project in (self.q, self.k, self.v))
-        context = torch.zeros_like(q)
-        for at in range(0, len(q), KV_HEADS):
-            some = slice(at, at + KV_HEADS)
-            scores = torch.einsum("bid,bjd->bij", q[some], k[some]) * HEAD_DIM**-0.5
-            context[some] = torch.einsum("bij,bjd->bid", scores.softmax(-1), v[some])
-        return self.o(context.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2))
-
-
-def test_a_few_heads_at_a_time_are_one_attention() -> None:
-    torch.manual_seed(0)
-    module, x = FewAtATime(), torch.randn(B, N, WIDTH)
-    (one,) = trace(module, x).attentions
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self",), HEADS, HEADS)
-    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
-    weights, stages = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1), content(module, x)
-    torch.testing.assert_close(stages["weights"], weights)
-    torch.testing.assert_close(stages["context"], weights @ v)
-    for letter in "qkv":
-        assert all(map(torch.equal, rows_of(module, f"W_{letter}", x), getattr(module, letter).weight.split(HEAD_DIM)))
-    assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
 
 
 PIECE = 4
@@ -268,39 +231,16 @@ class Divided(Whole):
             weights = torch.exp(scores - own)
             new = torch.maximum(own, highest)
             sums = torch.exp(highest - new) * total + torch.exp(own - new) * weights.sum(-1, keepdim=True)
-            result = self.joined(total * torch.exp(highest - new), result, torch.exp(own - new), weights @ values, sums)
+            old, factor = total * torch.exp(highest - new), torch.exp(own - new)
+            result = (old / sums) * result + (factor / sums) * (weights @ values)
             total, highest = sums, new
         return result
 
-    def joined(self, old: Tensor, result: Tensor, factor: Tensor, values: Tensor, sums: Tensor) -> Tensor:
-        return (old / sums) * result + (factor / sums) * values
 
-
-class DividedLate(Divided):
-    def joined(self, old: Tensor, result: Tensor, factor: Tensor, values: Tensor, sums: Tensor) -> Tensor:
-        return (old * result + factor * values) / sums
-
-
-class Collected(Whole):
-    """Rabe and Staats: sums, maxima and results of the pieces are stacked, and rescaled together."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pieces = []
-        for at, (keys, values) in enumerate(zip(k.split(PIECE, 2), v.split(PIECE, 2), strict=True)):
-            scores = self.scores(q, keys, at * PIECE)
-            highest = scores.amax(-1, keepdim=True)
-            weights = (scores - highest).exp()
-            pieces.append((weights @ values, weights.sum(-1, keepdim=True), highest))
-        results, totals, maxima = map(torch.stack, zip(*pieces, strict=True))
-        factors = (maxima - maxima.amax(0)).exp()
-        return (results * factors).sum(0) / (totals * factors).sum(0)
-
-
-IN_PIECES = [Rescaled, RescaledCausal, RescaledPadded, RescaledInPlace, Divided, DividedLate, Collected]
-
-
-@pytest.mark.parametrize("piece", [3, 4])  # a last piece of a single key, and of three
-@pytest.mark.parametrize("kind", IN_PIECES)
+@pytest.mark.parametrize(
+    ("kind", "piece"),  # a last piece of a single key, and of three
+    [(RescaledCausal, 4), (RescaledPadded, 3), (RescaledInPlace, 3), (Divided, 4)],
+)
 def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     kind: type[Whole], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,8 +254,7 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     (one,) = trace(module, x).attentions
     causal = kind is RescaledCausal
     assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
-    if kind is not Collected:  # its pieces are put together by one more product
-        assert any(f"in {-(-N // piece)} pieces along key" in note for note in one.notes)
+    assert any(f"in {-(-N // piece)} pieces along key" in note for note in one.notes)
     stages = content(module, x)
     torch.testing.assert_close(stages["scores"], q @ k.mT / HEAD_DIM**0.5)
     torch.testing.assert_close(stages.get("masked_scores", stages["scores"]), scores)
@@ -395,16 +334,7 @@ class NeverDivided(Whole):
         return weights @ v * weights.sum(-1, keepdim=True).log()
 
 
-class Contrasted(Whole):
-    """A share of the similarities scales each position, as in a contrastive loss: nothing is averaged."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = self.scores(q, k, 0)
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        return v * (weights.diagonal(dim1=-2, dim2=-1) / weights.sum(-1))[..., None]
-
-
-@pytest.mark.parametrize("kind", [LinearByFeatures, NeverDivided, Contrasted])
+@pytest.mark.parametrize("kind", [LinearByFeatures, NeverDivided])
 def test_exponentials_that_average_no_values_by_scores_are_no_attention(kind: type[Whole]) -> None:
     assert not trace(kind(), torch.randn(B, N, WIDTH)).attentions
 
@@ -542,23 +472,9 @@ class AbsorbedTurned(Absorbed):
         return super().attend(q, turned(rope), latent, turned(rope_key[:, :, None])[:, :, 0])
 
 
-class BothInHeads(Absorbed):
-    """The same scores of a key for each head: a product of the plain features, and one of the rotated ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        nope, rope = self.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
-        latent, rope_key = self.wkv_a(x).split((LATENT, ROPE), -1)
-        k, v = self.wkv_b(self.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
-        scores = torch.einsum("bqhd,bkhd->bqhk", nope, k)
-        scores = scores + torch.einsum("bqhr,bkr->bqhk", turned(rope), turned(rope_key[:, :, None])[:, :, 0])
-        weights = (scores / (NOPE + ROPE) ** 0.5).softmax(-1)
-        return self.wo(torch.einsum("bqhk,bkhd->bqhd", weights, v).flatten(2))
-
-
-@pytest.mark.parametrize("kind", [AbsorbedTurned, BothInHeads])
-def test_a_second_product_of_queries_and_keys_is_no_bias(kind: type[Absorbed]) -> None:
+def test_a_second_product_of_queries_and_keys_is_no_bias() -> None:
     torch.manual_seed(0)
-    module, x = kind(), torch.randn(B, 17, WIDTH)  # more positions than features of a head
+    module, x = AbsorbedTurned(), torch.randn(B, 17, WIDTH)  # more positions than features of a head
     (one,) = trace(module, x).attentions
     formula = {stage.name: stage.formula for stage in one.stages}["masked_scores"]
     assert (one.bias, formula) == (False, "(scores + rotary(q) · rotary(k)ᵀ) / √10")
@@ -675,18 +591,17 @@ def test_cached_latents_are_projected_with_the_new_ones() -> None:
 class WrittenBack(Whole):
     """A bias of pairs of positions that is added to a slice of the scores, which is written back over them."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bias, self.first = nn.Parameter(torch.randn(HEADS, N - first, N - first)), first
+        self.bias = nn.Parameter(torch.randn(HEADS, N, N))
 
     def scores(self, q: Tensor, k: Tensor, at: int) -> Tensor:
         scores = super().scores(q, k, at)
-        inner = scores[:, :, self.first :, self.first :]
-        scores[:, :, self.first :, self.first :] = (inner.flatten(2) + self.bias.flatten(1)).view_as(inner)
+        inner = scores[:, :, 0:, 0:]
+        scores[:, :, 0:, 0:] = (inner.flatten(2) + self.bias.flatten(1)).view_as(inner)
         return scores
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_bias_that_is_written_back_is_no_mask(first: int) -> None:
-    (one,) = trace(WrittenBack(first), torch.randn(B, N, WIDTH)).attentions
+def test_a_bias_that_is_written_back_is_no_mask() -> None:
+    (one,) = trace(WrittenBack(), torch.randn(B, N, WIDTH)).attentions
     assert (one.bias, one.masked_scores.formula) == (True, "scores + bias")

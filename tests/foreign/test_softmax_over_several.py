@@ -67,28 +67,6 @@ class InPieces(nn.Module):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-class ByHalves(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        half = len(scores) // 2
-        scores[half:] = scores[half:].softmax(-1)
-        scores[:half] = scores[:half].softmax(-1)
-        return scores
-
-
-class Uneven(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        scores[:2] = scores[:2].softmax(-1)
-        scores[2:] = scores[2:].softmax(-1)
-        return scores
-
-
-class ByItem(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        for item in range(len(scores)):
-            scores[item] = scores[item].softmax(-1)
-        return scores
-
-
 class ByHead(InPieces):
     def weights(self, scores: Tensor) -> Tensor:
         for head in range(HEADS):
@@ -106,19 +84,6 @@ class ByQueries(InPieces):
 class Concatenated(InPieces):
     def weights(self, scores: Tensor) -> Tensor:
         return torch.cat([part.softmax(-1) for part in scores.chunk(2)])
-
-
-class Stacked(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        return torch.stack([part.softmax(-1) for part in scores])
-
-
-class IntoMemory(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        made = torch.empty_like(scores)
-        for start in range(0, len(scores), 2):
-            made[start : start + 2] = scores[start : start + 2].softmax(-1)
-        return made
 
 
 class Causal(InPieces):
@@ -146,7 +111,7 @@ class OtherAxes(InPieces):
         return torch.cat([scores[:3].softmax(-1), scores[3:].softmax(-2)])
 
 
-PIECES = [InPieces, ByHalves, Uneven, ByItem, ByHead, ByQueries, Concatenated, Stacked, IntoMemory, Causal]
+PIECES = [InPieces, ByHead, ByQueries, Concatenated, Causal]
 
 
 @pytest.mark.parametrize("kind", PIECES)
@@ -165,7 +130,7 @@ def test_a_softmax_in_pieces_is_one(kind: type[InPieces]) -> None:
     assert_close(attention.value("weights").double(), masked.softmax(-1))
     (shown,) = mha_inspect.trace(module, x).attentions
     assert shown.kind == (("self", "causal") if kind is Causal else ("self",))
-    if kind in (Concatenated, Stacked):
+    if kind is Concatenated:
         return  # from the scores to the weights it is one softmax, whatever is between
     along = {"ByHead": "heads", "ByQueries": "query"}.get(kind.__name__, "batch")
     assert any(f"pieces along {along};" in note for note in shown.notes)

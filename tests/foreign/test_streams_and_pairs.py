@@ -43,7 +43,7 @@ class Streams(nn.Module):
         return self.text_o(context[:, : text.shape[1]]), self.o(context[:, text.shape[1] :])
 
 
-@pytest.mark.parametrize(("text", "image"), [(3, 6), (5, 5), (4, 12)])
+@pytest.mark.parametrize(("text", "image"), [(3, 6), (5, 5)])
 def test_streams_are_named_whatever_their_lengths(text: int, image: int) -> None:
     args = torch.randn(2, text, E), torch.randn(2, image, E), torch.randn(2, E)
     (attention,) = trace(Streams(), *args).attentions

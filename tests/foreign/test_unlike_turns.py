@@ -45,8 +45,6 @@ def apart() -> Tensor:
 UNLIKE = {
     "dim": lambda at, scores: scores.softmax(-2 if at == 1 else -1),
     "scale": lambda at, scores: (scores * (at + 1)).softmax(-1),
-    "mask": lambda at, scores: (scores.masked_fill(future(), -torch.inf) if at == 2 else scores).softmax(-1),
-    "cap": lambda at, scores: (5 * torch.tanh(scores / 5) if at == 2 else scores).softmax(-1),
     "caps": lambda at, scores: ((5 + at) * torch.tanh(scores / (5 + at))).softmax(-1),
     "dropped": lambda at, scores: scores.softmax(-1).tril() if at == 2 else scores.softmax(-1),
     "bias": lambda at, scores: (
@@ -201,7 +199,6 @@ def allowed() -> Tensor:
 
 WRONG = {
     "masked numerator": late(lambda numbers: numbers * allowed(), lambda numbers: numbers.sum(-1, keepdim=True)),
-    "masked sum": late(lambda numbers: numbers, lambda numbers: (numbers * allowed()).sum(-1, keepdim=True)),
     "sum over queries": late(lambda numbers: numbers, lambda numbers: numbers.sum(-2).unsqueeze(-1)),
     "half": late(lambda numbers: numbers * 0.5, lambda numbers: numbers.sum(-1, keepdim=True)),
 }

@@ -26,26 +26,12 @@ class DualSoftmax(Base):
         return (scores.softmax(-1) * scores.softmax(-2)) @ v
 
 
-class Differential(Base):
-    """The weights of two attentions, one less a part of the other, meet the values."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        less = 0.3 * (k @ q.mT / math.sqrt(D)).softmax(-1)
-        return ((q @ k.mT / math.sqrt(D)).softmax(-1) - less) @ v
-
-
 class DroppedByHand(Base):
     """A dropout that is a product with what was drawn."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
         return (weights * torch.empty_like(weights).bernoulli_(0.5).div(0.5)) @ v
-
-
-class Guarded(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        exponentials = (q @ k.mT / math.sqrt(D)).exp()
-        return (exponentials / (exponentials.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
 class Opposite(Base):
@@ -65,9 +51,7 @@ def shown(module: nn.Module) -> list[AttentionReport]:
     ("module", "formulas", "dropped"),
     [
         (DualSoftmax, ["(weights, then mul) · v_heads"] * 2, False),
-        (Differential, ["(weights, then mul, sub) · v_heads", "(weights, then sub) · v_heads"], False),
         (DroppedByHand, ["dropout(weights) · v_heads"], True),
-        (Guarded, ["weights · v_heads"], False),
     ],
 )
 def test_what_is_done_to_weights_is_a_dropout_only_where_it_was_drawn(
