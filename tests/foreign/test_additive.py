@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect.errors import InputError
-from mha_inspect.reports.trace import AttentionReport
 from tests.corpus.entry import D, E, H
 
 from .truth import assert_close, attentions
@@ -84,6 +83,11 @@ class Distance(Additive):
 
 
 MEETING = {SideBySide: "concatenated features", Distance: "a difference"}
+FORMULAS = {
+    KeyFirst: "W · tanh(k_heads + q_heads)",
+    SideBySide: "W · tanh(W · [q_heads, k_heads])",
+    Distance: "Σ pow(q_heads - k_heads)",
+}
 
 
 def projected(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -111,6 +115,7 @@ def test_additive_attention_is_one_with_its_stages(style: type[Additive], two: b
     (told,) = mha_inspect.trace(module, *given).attentions
     assert told.kind == (("cross",) if two else ("self", "causal") if style is Causal else ("self",))
     assert math.isnan(told.scale)
+    assert told.scores.formula == FORMULAS.get(style, "W · tanh(q_heads + k_heads)")
     assert f"{SAID} {MEETING.get(style, 'a sum')}" in told.notes[0]
 
 
@@ -146,26 +151,6 @@ def test_keys_are_the_term_that_the_values_are_made_of(location_first: bool) -> 
     roles = {row.name: row.role for row in mha_inspect.params(module, *given).parameters}
     assert roles["k.weight"].startswith("W_k")
     assert {roles["locate.weight"], roles["location.weight"]} == {"used in the scores"}
-
-
-def told(module: nn.Module, *given: Tensor) -> AttentionReport:
-    (one,) = mha_inspect.trace(module.eval(), *given).attentions
-    return one
-
-
-@pytest.mark.parametrize(
-    ("style", "formula"),
-    [
-        (Additive, "W · tanh(q_heads + k_heads)"),
-        (KeyFirst, "W · tanh(k_heads + q_heads)"),
-        (SideBySide, "W · tanh(W · [q_heads, k_heads])"),
-        (Distance, "Σ pow(q_heads - k_heads)"),
-    ],
-)
-def test_how_scores_are_made_is_told(style: type[Additive], formula: str) -> None:
-    torch.manual_seed(0)
-    stages = {stage.name: stage.formula for stage in told(style(), torch.randn(B, N, E)).stages}
-    assert stages["scores"].removesuffix(" + b") == formula
 
 
 def test_every_command_says_that_no_scale_is_due() -> None:

@@ -216,30 +216,9 @@ class RescaledInPlace(Whole):
         return result * total.reciprocal()[..., None]
 
 
-class Divided(Whole):
-    """The first paper of flash attention: each piece leaves a whole result."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result, total, highest = (
-            torch.zeros_like(q),
-            torch.zeros(*q.shape[:-1], 1),
-            torch.full((*q.shape[:-1], 1), -1e10),
-        )
-        for at, (keys, values) in enumerate(zip(k.split(PIECE, 2), v.split(PIECE, 2), strict=True)):
-            scores = self.scores(q, keys, at * PIECE)
-            own = scores.max(-1, keepdim=True)[0]
-            weights = torch.exp(scores - own)
-            new = torch.maximum(own, highest)
-            sums = torch.exp(highest - new) * total + torch.exp(own - new) * weights.sum(-1, keepdim=True)
-            old, factor = total * torch.exp(highest - new), torch.exp(own - new)
-            result = (old / sums) * result + (factor / sums) * (weights @ values)
-            total, highest = sums, new
-        return result
-
-
 @pytest.mark.parametrize(
     ("kind", "piece"),  # a last piece of a single key, and of three
-    [(RescaledCausal, 4), (RescaledPadded, 3), (RescaledInPlace, 3), (Divided, 4)],
+    [(RescaledCausal, 4), (RescaledPadded, 3), (RescaledInPlace, 3)],
 )
 def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     kind: type[Whole], piece: int, monkeypatch: pytest.MonkeyPatch
@@ -408,15 +387,6 @@ class Absorbed(nn.Module):
         self.norm = nn.RMSNorm(LATENT)
         self.wkv_b = nn.Linear(LATENT, HEADS * (NOPE + V_DIM), bias=False)
         self.wo = nn.Linear(HEADS * V_DIM, WIDTH, bias=False)
-
-    def plain(self, x: Tensor) -> Tensor:
-        """Return the same without absorption: keys and values of every head."""
-        q = self.wq(x).unflatten(-1, (HEADS, -1))
-        latent, rope = self.wkv_a(x).split((LATENT, ROPE), -1)
-        k, v = self.wkv_b(self.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
-        k = torch.cat((k, rope[:, :, None].expand(-1, -1, HEADS, -1)), -1)
-        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / (NOPE + ROPE) ** 0.5).softmax(-1)
-        return self.wo(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
         nope, rope = self.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)

@@ -80,17 +80,14 @@ def attentions(module: Any, *args: Any, grad: bool = False, **kwargs: Any) -> li
     return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in attentions_of(graph)]
 
 
-def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = False) -> None:
-    """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are.
-
-    With `numbers` an axis may be left as a number; with `dropped` the weights were dropped before the values.
-    """
+def assert_true(attention: Shown) -> None:
+    """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are."""
     found, axes = attention.found, attention.axes()
     assert list(found.stages) == [stage for stage in STAGES if stage in found.stages]
     for stage, pattern in axes.items():
         words = re.findall(r"\w+", pattern)
         assert len(words) == len(set(words)), (stage, pattern)
-        assert numbers or all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
+        assert all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
     value_dim = "v_head_dim" if "v_head_dim" in attention.words() else "head_dim"
     scores_axes = "batch heads query key"
     q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
@@ -107,8 +104,7 @@ def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = Fals
     if last in found.stages and found.sinks is None and not on_exponentials:
         assert_close(attention.canonical(last, scores_axes).softmax(-1), weights)
     context = attention.canonical("context", f"batch heads query {value_dim}")
-    if not dropped:
-        assert_close(weights @ v, context)
+    assert_close(weights @ v, context)
     if "concat" in found.stages and not found.branches and _only_moved(attention):
         assert_close(attention.canonical("concat", f"batch heads query {value_dim}"), context)
 
