@@ -137,26 +137,6 @@ class NarrowHeadsOfOne(NarrowLoop):
     width = 1
 
 
-@attends(**ONE_HEAD_AT_A_TIME, twin="Base")
-class BufferOfFeatures(LoopFeatures):
-    """Each turn writes its slice of the features."""
-
-    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        for h in range(H):
-            out[:, :, h * self.width : (h + 1) * self.width] = self.head(h, q, k, v)
-        return out
-
-
-@attends(**ONE_HEAD_AT_A_TIME, twin="Base")
-class BufferLikeHeads(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        for h in range(H):
-            out[:, h] = (q[:, h] @ k[:, h].mT / math.sqrt(D)).softmax(-1) @ v[:, h]
-        return out
-
-
 @attends(kind=("self", "causal"), masked=True, twin="MaskedFill")
 class OneQueryAtATime(Base):
     """A loop over the queries, each with the keys up to its own."""
