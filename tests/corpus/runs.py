@@ -20,12 +20,21 @@ from .every import ENTRIES
 
 
 @cache
-def traced(name: str, batch: int = 0, length: int = 0) -> LiveTrace:
-    """Return the trace of an entry with its tensors, at its first size with gradients, or at another without."""
-    entry = ENTRIES[name]
-    args, kwargs = entry.arguments(batch, length)
+def recorded(name: str, batch: int = 0, length: int = 0) -> tuple[LiveTrace, Any]:
+    """Return the trace of an entry with its tensors, and what the module returned while it was recorded.
+
+    It runs at its first size with gradients, or at another without.
+    """
+    entry, returned = ENTRIES[name], list[Any]()
+    module, (args, kwargs) = entry.made(), entry.arguments(batch, length)
+    module.register_forward_hook(lambda _, args, output: returned.append(output))
     with torch.set_grad_enabled(entry.grad and not batch):
-        return mha_inspect.trace(entry.made(), *args, keep=True, **kwargs)
+        trace = mha_inspect.trace(module, *args, keep=True, **kwargs)
+    return trace, returned[0]
+
+
+def traced(name: str, batch: int = 0, length: int = 0) -> LiveTrace:
+    return recorded(name, batch, length)[0]
 
 
 @cache

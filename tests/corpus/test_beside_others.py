@@ -60,7 +60,7 @@ def test_a_loop_over_queries_weighs_the_keys_so_far() -> None:
         torch.testing.assert_close(stages["weights"].double(), weights[:, :, t : t + 1, : t + 1], rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(stages["context"].double(), context[:, :, t : t + 1], rtol=2e-4, atol=2e-4)
     module = ENTRIES["OneQueryAtATime"].made()
-    report = mha_inspect.diff(module, ENTRIES["OneQueryAtATime"].made(), *ENTRIES["Base"].arguments()[0])
+    report = mha_inspect.diff(module, ENTRIES["OneQueryAtATime"].made(), *ENTRIES["Base"].arguments(2, 4)[0])
     assert (report.outcome, {stage.verdict for stage in report.stages}) == ("same", {"same"})
 
 

@@ -15,7 +15,7 @@ from mha_inspect.reports.params import HeadSlice
 from .entry import Entry, Truth, owners
 from .every import ENTRIES, entries
 from .runs import parameters
-from .test_truth import NOT_YET
+from .test_truth import NOT_YET, first_of_each
 
 KNOWN = [name for name in entries() if ENTRIES[name].rows is not None and name not in NOT_YET]
 
@@ -66,7 +66,13 @@ def is_measured(entry: Entry) -> bool:
     return bool(entry.output) and entry.precise and not entry.attentions[0].mixed
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if is_measured(ENTRIES[name])])
+def owned(entry: Entry) -> tuple[Any, ...]:
+    """Return whose the rows of an entry are."""
+    truth = entry.attentions[0]
+    return entry.rows, truth.heads, truth.kv_heads, truth.tiled, truth.split
+
+
+@pytest.mark.parametrize("name", first_of_each((name for name in KNOWN if is_measured(ENTRIES[name])), owned))
 @torch.no_grad()
 def test_only_its_head_hangs_on_a_row(name: str) -> None:
     """Measured on what the output's projection is given, with other numbers in the rows of a matrix."""
