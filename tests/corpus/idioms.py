@@ -1,6 +1,6 @@
 """Attention as people write it, in many ways that are right; mistakes of one line in each are in `mutants`."""
 
-# ruff: noqa: B905, C408, C417, E501, E741, RUF005, RUF059
+# ruff: noqa: B905, C408, C417, E501, RUF005, RUF059
 # fmt: off
 
 from __future__ import annotations
@@ -484,35 +484,8 @@ class NeoX(nn.Module):
 
 
 
-def attention(query, key, value, mask=None, dropout=None):
-    d_k = query.size(-1)
-    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(d_k)
-    if mask is not None:
-        scores = scores.masked_fill(mask == 0, -1e9)
-    p_attn = scores.softmax(dim=-1)
-    if dropout is not None:
-        p_attn = dropout(p_attn)
-    return torch.matmul(p_attn, value), p_attn
 
 
-@idiom(
-    lambda: dict(src=torch.randn(3, 6, 16), src_mask=torch.ones(3, 1, 1, 6, dtype=torch.bool)),
-    {"padding": "src_mask", "padding_true": "keep"}, needs=(attention,), size=(3, 6), heads=4, head_dim=4,
-    masked=True, output="linears.3",
-    rows=linears(linears__0="q: (heads head_dim) embed", linears__1="k: (heads head_dim) embed", linears__2="v: (heads head_dim) embed", linears__3="o: embed (heads head_dim)"),
-)
-class Annotated(nn.Module):
-    def __init__(self, d_model=16, h=4):
-        super().__init__()
-        self.d_k, self.h = d_model // h, h
-        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
-        self.dropout = nn.Dropout(0.1)
-    def forward(self, src, src_mask=None):
-        nb = src.size(0)
-        query, key, value = [l(t).view(nb, -1, self.h, self.d_k).transpose(1, 2) for l, t in zip(self.linears, (src, src, src))]
-        x, self.attn = attention(query, key, value, mask=src_mask, dropout=self.dropout)
-        x = x.transpose(1, 2).contiguous().view(nb, -1, self.h * self.d_k)
-        return self.linears[-1](x)
 
 
 @idiom(

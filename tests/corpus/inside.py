@@ -111,23 +111,10 @@ def by_columns(x: Tensor, angle: Tensor) -> Tensor:
     return (matrices(angle) @ x[..., None]).squeeze(-1)
 
 
-def by_pairs(x: Tensor, angle: Tensor) -> Tensor:
-    """A matrix of two rows for each pair."""
-    rotations = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos()), -1).unflatten(-1, (2, 2))
-    return torch.einsum("npij,bhnpj->bhnpi", rotations, x.unflatten(-1, (-1, 2))).flatten(-2)
-
-
 def swapped(x: Tensor, angle: Tensor) -> Tensor:
     """Neighbours are swapped by one matrix for all positions."""
     angle = angle.repeat_interleave(2, -1)
     return x * angle.cos() + x @ matrices(torch.full((1, x.shape[-1] // 2), torch.pi / 2))[0].mT * angle.sin()
-
-
-def written(x: Tensor, angle: Tensor) -> Tensor:
-    turned = torch.empty_like(x)
-    turned[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
-    turned[..., 1::2] = x[..., ::2] * angle.sin() + x[..., 1::2] * angle.cos()
-    return turned
 
 
 def overwritten(x: Tensor, angle: Tensor) -> Tensor:
@@ -221,9 +208,7 @@ ROTATED = {
     "the query alone": (lambda self, q, k: (halves(q, angles()), k), rotary("half", key=None)),
     "by matrices": (both(by_matrices, 5), rotary("interleaved", query=5, key=5)),
     "by matrices from the left": (both(by_columns), rotary("interleaved")),
-    "by a matrix for each pair": (both(by_pairs), rotary("interleaved")),
     "swapped by a matrix": (both(swapped), rotary("interleaved")),
-    "written": (both(written, 2), rotary("interleaved", query=2, key=2)),
     "overwritten": (both(overwritten), rotary("half")),
     "multiplied in place": (both(multiplied), rotary("half")),
     "after a norm": (lambda self, q, k: (halves(rms(q), angles()), halves(rms(k), angles())), rotary("half")),

@@ -87,8 +87,6 @@ MUTANTS: list[tuple[str, str, str, str, str, str]] = [
     ("NeoX", "permute_v", "v = qkv[..., 2 * self.d :].permute(0, 2, 1, 3)", "v = qkv[..., 2 * self.d :].permute(0, 1, 2, 3)", "heads", "heads"),
     ("NeoX", "alpha", "alpha=self.d ** -0.5", "alpha=self.d ** 0.5", "scale", ""),
     ("NeoX", "kt", "q, k.transpose(1, 2), beta", "q, q.transpose(1, 2), beta", "parameters", "parameters"),
-    ("Annotated", "maskT", "mask == 0", "mask.transpose(-1, -2) == 0", "padding", "padding"),
-    ("Annotated", "same_linear", "zip(self.linears, (src", "zip([self.linears[0]] * 3, (src", "parameters", "parameters"),
     ("Groups", "unused", "return self.p[3](y.reshape(b, n, -1))", "return y.reshape(b, n, -1)", "parameters", "parameters"),
     ("Groups", "query_view", "q = self.p[0](x).view(b, n, self.groups, self.each, self.dim)", "q = self.p[0](x).view(b, self.groups, self.each, n, self.dim).permute(0, 3, 1, 2, 4)", "heads", "heads"),
     ("Groups", "axis", "softmax(-1)", "softmax(1)", "softmax", "softmax"),
@@ -100,7 +98,6 @@ MUTANTS: list[tuple[str, str, str, str, str, str]] = [
     ("LazyCache", "late", "> at[:, None]", "> 1 + at[:, None]", "causal", "cache"),
     ("Convolved", "split_by_view", "view(b, self.h, c // self.h, n).transpose(2, 3)", "view(b, self.h, n, c // self.h)", "heads", "heads"),
     ("Convolved", "mask_late", "> at[:, None]", "> 1 + at[:, None]", "causal", "cache"),
-    ("Annotated", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)", "repeat", "repeat"),
 ]
 """An entry, a name, the line as it is and as somebody wrote it, and what finds it: as it is meant, and undeclared.
 

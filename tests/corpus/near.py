@@ -104,20 +104,6 @@ class KernelRegression(Two):
 
 
 @has_none
-class LearnedGraph(Two):
-    """Edges by a sigmoid, each divided by the degrees of both its ends: what one row weighs hangs on other rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Linear(E, V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        edges = (self.a(x) @ self.b(x).mT).sigmoid()
-        degree = (edges.sum(-1) + 1).rsqrt()
-        return (degree[..., :, None] * edges * degree[..., None, :]) @ self.v(x)
-
-
-@has_none
 class Hyper(nn.Module):
     """Two layers whose weights are made of a context."""
 
@@ -354,20 +340,6 @@ class Composed(Rolled):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers(x)
         return torch.bmm(second, first / first.sum(-1, keepdim=True).amax())
-
-
-@has_none
-class Landmarks(Rolled):
-    """The first half of Nyström's way: weights for landmarks times the pseudo-inverse of other weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = self.a(x), self.b(x)
-        few = k[:, :K]
-        inner = (q[:, :K] @ few.mT).softmax(-1)
-        guess = inner.mT / inner.sum(-2).max()
-        for _ in range(2):
-            guess = guess @ (2 * torch.eye(K) - inner @ guess)
-        return (q @ few.mT).softmax(-1) @ guess
 
 
 @has_none

@@ -218,11 +218,6 @@ def softmax_divided(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def softmax_of_a_module(m: Any, s: Tensor) -> Tensor:
-    return nn.Softmax(dim=-1)(s / 2)
-
-
-@weights()
 def softmax_of_sorted_scores(m: Any, s: Tensor) -> Tensor:
     ordered = (s / 2).sort(-1, descending=True)
     return torch.zeros_like(s).scatter(-1, ordered.indices, ordered.values.softmax(-1))
@@ -236,11 +231,6 @@ def softmax_of_flipped_keys(m: Any, s: Tensor) -> Tensor:
 @weights()
 def softmax_shifted_by_mean(m: Any, s: Tensor) -> Tensor:
     return ((s - s.mean(-1, keepdim=True)) / 2).softmax(-1)
-
-
-@weights()
-def softmax_plus_a_constant(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 - 7).softmax(-1)
 
 
 @weights()
@@ -281,12 +271,6 @@ def exp_in_place(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def exp_minus_logsumexp(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    return (s - s.logsumexp(-1, keepdim=True)).exp()
-
-
-@weights()
 def exp_minus_logaddexp_chain(m: Any, s: Tensor) -> Tensor:
     s = s / 2
     return (s - reduce(torch.logaddexp, s.unbind(-1))[..., None]).exp()
@@ -318,33 +302,9 @@ def normalize_p1(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def over_norm_p1(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / e.norm(p=1, dim=-1, keepdim=True)
-
-
-@weights()
 def over_vector_norm(m: Any, s: Tensor) -> Tensor:
     e = (s / 2).exp()
     return e / torch.linalg.vector_norm(e, 1, -1, keepdim=True)
-
-
-@weights()
-def over_the_sum_of_differences(m: Any, s: Tensor) -> Tensor:
-    """1 / Σ exp(s_j - s_i)."""
-    s = s / 2
-    return 1 / (s[..., None, :] - s[..., :, None]).exp().sum(-1)
-
-
-@weights()
-def sigmoid_for_each_stick(m: Any, s: Tensor) -> Tensor:
-    """A stick that is broken at each key: which part, the scores of all later keys say."""
-    s, left, parts = s / 2, torch.ones_like(s[..., 0]), []
-    for key in range(TOKENS - 1):
-        part = torch.sigmoid(s[..., key] - s[..., key + 1 :].logsumexp(-1))
-        parts.append(left * part)
-        left = left * (1 - part)
-    return torch.stack([*parts, left], -1)
 
 
 # -- weights: the scale ------------------------------------------------------------------------------------------------
@@ -363,11 +323,6 @@ def scale_by_lerp(m: Any, s: Tensor) -> Tensor:
 @weights()
 def scale_behind_the_shift(m: Any, s: Tensor) -> Tensor:
     return ((s - s.amax(-1, keepdim=True)) * HALF).softmax(-1)
-
-
-@weights()
-def scale_as_a_power_of_the_exponentials(m: Any, s: Tensor) -> Tensor:
-    return one(s.softmax(-1).pow(HALF))
 
 
 @weights(scale=1.0)
@@ -409,11 +364,6 @@ def causal_where(m: Any, s: Tensor) -> Tensor:
 
 
 @weights(causal=True)
-def causal_of_lower_and_upper(m: Any, s: Tensor) -> Tensor:
-    return ((s / 2).tril() + torch.full_like(s, -math.inf).triu(1)).softmax(-1)
-
-
-@weights(causal=True)
 def causal_index_filled(m: Any, s: Tensor) -> Tensor:
     rows = [
         row.index_fill(-1, torch.arange(query + 1, TOKENS), -math.inf) for query, row in enumerate((s / 2).unbind(2))
@@ -429,21 +379,8 @@ def causal_assigned(m: Any, s: Tensor) -> Tensor:
 
 
 @weights(causal=True)
-def causal_sliced(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    for query in range(TOKENS):
-        s[:, :, query, query + 1 :] = -math.inf
-    return s.softmax(-1)
-
-
-@weights(causal=True)
 def causal_exponentials_multiplied(m: Any, s: Tensor) -> Tensor:
     return one((s / 2).exp() * torch.ones(TOKENS, TOKENS).tril())
-
-
-@weights(causal=True)
-def causal_exponentials_where(m: Any, s: Tensor) -> Tensor:
-    return one(torch.where(future(), 0.0, (s / 2).exp()))
 
 
 @weights(causal=True)
@@ -471,12 +408,6 @@ def alibi(m: Any, s: Tensor) -> Tensor:
     places = torch.arange(TOKENS)
     s = s / 2 + slopes() * -(places[:, None] - places).abs()
     return s.masked_fill(future(), -math.inf).softmax(-1)
-
-
-@weights(bias="alibi")
-def alibi_multiplied_into_exponentials(m: Any, s: Tensor) -> Tensor:
-    places = torch.arange(TOKENS)
-    return one((s / 2).exp() * (-slopes() * (places[:, None] - places).abs()).exp())
 
 
 @weights(bias="table")
@@ -511,11 +442,6 @@ def over_queries(m: Any, s: Tensor) -> Tensor:
 
 
 @scores()
-def query_scaled(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q / math.sqrt(HEAD_DIM)) @ k.transpose(-1, -2)
-
-
-@scores()
 def scores_einsum(m: Any, q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhqd,bhkd->bhqk", q, k) * HALF
 
@@ -523,11 +449,6 @@ def scores_einsum(m: Any, q: Tensor, k: Tensor) -> Tensor:
 @scores()
 def scores_einops(m: Any, q: Tensor, k: Tensor) -> Tensor:
     return einops.einsum(q, k, "b h i d, b h j d -> b h i j") / 2
-
-
-@scores()
-def scores_vecdot(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]) / 2
 
 
 @scores()
@@ -549,11 +470,6 @@ def scores_addmm_by_head(m: Any, q: Tensor, k: Tensor) -> Tensor:
 def scores_complex(m: Any, q: Tensor, k: Tensor) -> Tensor:
     q, k = (torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (q, k))
     return (q @ k.mH).real / 2
-
-
-@scores()
-def scores_in_float64(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q.double() @ k.double().mT / 2).float()
 
 
 @scores()
@@ -583,14 +499,6 @@ def average_addcmul_chain(m: Any, w: Tensor, v: Tensor) -> Tensor:
     made = torch.zeros_like(v)
     for key in range(TOKENS):
         made = torch.addcmul(made, w[..., key, None], v[:, :, key, None])
-    return made
-
-
-@average()
-def average_summed_in_place(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    made = torch.zeros_like(v)
-    for key in range(TOKENS):
-        made += w[..., key : key + 1] @ v[:, :, key : key + 1]
     return made
 
 
@@ -668,22 +576,6 @@ def heads_added_after_their_output(m: Any, x: Tensor) -> Tensor:
 
 
 @context()
-def items_in_a_buffer(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    made = torch.zeros_like(q)
-    for b in range(BATCH):
-        made[b] = attend(q[b], k[b], v[b])
-    return made
-
-
-@context(causal=True)
-def queries_with_the_keys_so_far(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    made = []
-    for t in range(TOKENS):
-        made.append(attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])[:, :, 0])
-    return torch.stack(made, 2)
-
-
-@context()
 def chunks_of_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([attend(part, k, v) for part in q.split([2, 3], 2)], 2)
 
@@ -726,22 +618,7 @@ def chunks_of_keys_merged_by_logsumexp(m: Any, q: Tensor, k: Tensor, v: Tensor) 
     return (shares[..., None] * torch.stack(parts)).sum(0)
 
 
-@context()
-def chunks_of_keys_in_a_buffer(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = q.new_empty(BATCH, HEADS, TOKENS, TOKENS)
-    for start in range(0, TOKENS, 2):
-        s[..., start : start + 2] = q @ k[:, :, start : start + 2].mT / 2
-    return s.softmax(-1) @ v
-
-
 # -- the whole: layouts ------------------------------------------------------------------------------------------------
-
-
-@whole()
-def folded_batch_heads(m: Any, x: Tensor) -> Tensor:
-    q, k, v = (einops.rearrange(p(x), "b n (h d) -> (b h) n d", h=HEADS) for p in (m.q, m.k, m.v))
-    made = torch.bmm((torch.bmm(q, k.mT) / 2).softmax(-1), v)
-    return m.o(einops.rearrange(made, "(b h) n d -> b n (h d)", h=HEADS))
 
 
 @whole()
@@ -789,11 +666,6 @@ def _torchs_function(m: Any, x: Tensor, **settings: Any) -> Tensor:
 @whole()
 def torchs_function(m: Any, x: Tensor) -> Tensor:
     return _torchs_function(m, x)
-
-
-@whole(causal=True)
-def torchs_function_causal(m: Any, x: Tensor) -> Tensor:
-    return _torchs_function(m, x, attn_mask=future(), need_weights=False)
 
 
 @context()

@@ -63,7 +63,7 @@ def test_rows_are_those_of_the_true_heads(name: str) -> None:
 
 
 def is_measured(entry: Entry) -> bool:
-    return bool(entry.output) and entry.precise and not entry.attentions[0].mixed
+    return bool(entry.output) and not entry.attentions[0].mixed
 
 
 def owned(entry: Entry) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def features(axes: str) -> str:
 
 
 def is_textbook(entry: Entry) -> bool:
-    return bool(entry.output) and entry.attentions[0].is_textbook and entry.precise and entry.reads_arguments
+    return bool(entry.output) and entry.attentions[0].is_textbook and entry.reads_arguments
 
 
 TEXTBOOK = [name for name in KNOWN if is_textbook(ENTRIES[name])]
@@ -158,7 +158,7 @@ def projected(name: str, letter: str, head: int, x: Tensor) -> Tensor:
 
 
 def is_summed(entry: Entry) -> bool:
-    return bool(entry.output) and not entry.training and entry.precise and entry.returns_output
+    return bool(entry.output) and not entry.training and entry.returns_output
 
 
 def first(returned: Any) -> Any:

@@ -50,42 +50,11 @@ class SharedQueriesAndKeys(Plain):
         return self.o((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
 
 
-class OneSummary(Plain):
-    """Every token attends to one token of the past, as a shortened sequence is brought to its length again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.kv = Plain(), nn.Linear(E, 2 * E)
-        del self.k, self.v
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.before.attend(x, x)
-        k, v = map(self.heads, self.kv(x.cumsum(1).mean(1, keepdim=True)).chunk(2, -1))
-        weights = self.weigh(self.heads(self.q(x)) @ k.mT / D**0.5)
-        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
-
-
 class AlongColumns(Plain):
     """A table of aligned sequences, `row column batch embed`: a row attends to the rows of its column."""
 
     def forward(self, table: Tensor) -> Tensor:
         return self.attend(table.movedim(0, 2), table.movedim(0, 2)).movedim(2, 0)
-
-
-class FeaturesFirst(nn.Module):
-    """A decoder of convolutions, `batch embed position 1`: the context has its features before its positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(E, E)
-        self.seen: Tensor | None = None
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        batch, width, length, _ = x.shape
-        inside = self.inside(x.transpose(1, 2).contiguous().view(batch * length, width)).view(batch, length, width, 1)
-        query = (x + inside.transpose(1, 2)).squeeze(3).transpose(1, 2)
-        self.seen = (query @ keys).softmax(-1)
-        return (self.seen @ values.transpose(1, 2)).transpose(1, 2).unsqueeze(3)
 
 
 class ProjectedTwice(nn.Module):
@@ -124,9 +93,7 @@ def given(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 X = (B, N, E)
 CASES: list[tuple[Any, tuple[tuple[int, ...], ...], str]] = [
     (SharedQueriesAndKeys, (X,), "self"),
-    (OneSummary, (X,), "cross"),
     (AlongColumns, ((4, 5, B, E),), "self"),
-    (FeaturesFirst, ((B, E, 5, 1), (B, E, 7), (B, E, 7)), "cross"),
     (ProjectedTwice, (X,), "self"),
     (PackedPictures, (X,), "cross"),
 ]

@@ -1,6 +1,8 @@
-"""Attention over a memory: the keys and values are parameters, and only the queries depend on the input."""
+"""Queries, or keys and values, that are parameters: they have no batch, and are not called given."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -59,3 +61,55 @@ def test_a_memory_is_named_and_tokens_that_read_it_are_not_accused_of_not_mixing
     roles = {parameter.name: parameter.role for parameter in mha_inspect.params(module, x).parameters}
     assert "keys" in roles["keys"]
     assert "mixing" not in {finding.check for finding in mha_inspect.check(module, x).findings}
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+class Learned(nn.Module):
+    """Learned queries `query embed` against keys `batch key embed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(MEMORY, WIDTH))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return weighed(self.latents, self.k(x), self.v(x))
+
+
+class Projected(Learned):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(weighed(self.q(self.latents), self.k(x), self.v(x)))
+
+
+class OfABuffer(Learned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(MEMORY, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(weighed(self.q(self.table), self.k(x), self.v(x)))
+
+
+class WithPositions(OfABuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(weighed(self.q(self.latents + self.table), self.k(x), self.v(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "origin"),
+    [
+        (Learned, "q_heads", "the parameter latents"),
+        (Projected, "query", "the parameter latents"),
+        (OfABuffer, "query", "the buffer table"),
+        (WithPositions, "query", "computed from parameters"),
+    ],
+)
+def test_a_query_that_is_no_input_is_not_called_given(kind: type[Learned], stage: str, origin: str) -> None:
+    torch.manual_seed(0)
+    (shown,) = mha_inspect.trace(kind().eval(), torch.randn(BATCH, LENGTH, WIDTH)).attentions
+    formulas = {each.name: each.formula for each in shown.stages}
+    assert formulas[stage] == origin
+    assert formulas.get("key", "given") == "given"

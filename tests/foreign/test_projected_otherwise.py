@@ -1,4 +1,4 @@
-"""Attention in decoders with recurrences, over stripes, and of softmaxes that say where and not what."""
+"""Queries and keys that something else makes: recurrences, convolutions, packed parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect import trace
+from mha_inspect import params, trace
 
 WIDTH, HEADS, HEAD_DIM = 12, 3, 4
 
@@ -33,14 +33,6 @@ class Places(nn.Module):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         alike = self.features(x) @ self.features(memory).mT
         return alike.softmax(-1) @ torch.linspace(0, 1, memory.shape[1])[:, None]
-
-
-class Labels(Places):
-    """Each query has the labels of those that it is like: prototypes."""
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        alike = self.features(x) @ self.features(memory).mT
-        return alike.softmax(-1) @ torch.eye(memory.shape[1])
 
 
 class PackedApart(nn.Module):
@@ -74,13 +66,47 @@ def test_a_step_of_a_recurrence_is_no_projection(kind: type[nn.Module]) -> None:
     assert not {"q_proj", "k_proj", "v_proj"} & set(stages)
 
 
-@pytest.mark.parametrize("kind", [Places, Labels])
-def test_a_mean_of_what_nobody_gave_or_learned_is_no_attention(kind: type[nn.Module]) -> None:
+def test_a_mean_of_what_nobody_gave_or_learned_is_no_attention() -> None:
     x, memory = given()
-    assert trace(kind(), x, memory).attentions == ()
+    assert trace(Places(), x, memory).attentions == ()
 
 
 def test_what_counts_projections_has_a_dimension_of_its_own() -> None:
     (one,) = trace(PackedApart(), given()[0]).attentions
     stages = {stage.name: stage.axes for stage in one.stages}
     assert stages["q_proj"] == "qkv batch heads query head_dim"
+
+
+class Reduced(nn.Module):
+    """Fewer keys than queries, by a convolution before W_k and W_v (SegFormer, CvT) or as W_k and W_v (PVT)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.q, self.o = kind, nn.Linear(12, 12), nn.Linear(12, 12)
+        self.few = nn.Conv2d(12, 24 if kind == "as" else 12, 2, 2, groups=12 if kind == "by channel" else 1)
+        self.norm, self.kv = nn.LayerNorm(12), nn.Linear(12, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = self.few(x.mT.unflatten(2, (4, 6))).flatten(2).mT
+        k, v = (few if self.kind == "as" else self.kv(self.norm(few))).chunk(2, -1)
+        q, k, v = (side.unflatten(-1, (3, 4)).transpose(1, 2) for side in (self.q(x), k, v))
+        return self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", ["before", "by channel", "as"])
+def test_keys_that_a_convolution_makes_fewer_say_so(kind: str) -> None:
+    module, x = Reduced(kind), torch.randn(2, 24, 12)
+    formulas = {stage.name: stage.formula for stage in trace(module, x).attentions[0].stages}
+    found = {row.name: row for row in params(module, x, per_head=True).parameters}
+    few = found["few.weight"]
+    if kind == "as":
+        assert (few.axes, few.role) == ("(kv heads head_dim) embed 2 2", "W_k, W_v stacked: rows 0–11, 12–23")
+        assert [(piece.part, piece.head, piece.rows) for piece in few.heads or ()] == [
+            (part, head, (start + 4 * head, start + 4 * head + 4))
+            for part, start in (("W_k", 0), ("W_v", 12))
+            for head in range(3)
+        ]
+    else:
+        assert (formulas["key"], formulas["value"]) == ("the query, then convolution, native_layer_norm", "the key")
+        roles = {found[name].role for name in ("few.weight", "few.bias", "norm.weight", "norm.bias")}
+        assert roles == {"used before the projection to the keys and values"}
