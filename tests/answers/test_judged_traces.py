@@ -23,7 +23,7 @@ from ..corpus.test_mutants import mutated
 def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
     """Of one-line mistakes: the others change what other inputs do, and are for check."""
     problems = silent = 0
-    for name, mistake, right, wrong, *_ in MUTANTS[::3]:
+    for name, mistake, right, wrong, *_ in MUTANTS:
         module = mutated(name, right, wrong, tmp_path / f"{name}_{mistake}.py")
         try:
             with torch.no_grad():
@@ -32,8 +32,8 @@ def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
             continue
         problems += any(finding.sure for finding in trace.findings)
         silent += not trace.findings
-    assert problems >= 20
-    assert silent <= 31
+    assert problems >= 34
+    assert silent <= 51
 
 
 @pytest.mark.parametrize("name", ["SplitByView", "SplitIntoBatch", "QueryServesTwice"])

@@ -1,7 +1,4 @@
-"""Check accuses no entry that is right, with its intent declared or not, and a twin is the same function.
-
-A twin does the same to other inputs; that its own run accuses it of nothing is asked in `test_truth`.
-"""
+"""Check accuses no entry that is right, with its intent declared or not, and a twin is the same function."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from .test_truth import NOT_YET
 EVALUATED = [name for name in entries() if not ENTRIES[name].training]
 
 
-@pytest.mark.parametrize("name", [name for name in EVALUATED if not ENTRIES[name].twin])
+@pytest.mark.parametrize("name", EVALUATED)
 def test_check_accuses_nobody_who_is_right(name: str) -> None:
     entry = ENTRIES[name]
     for intent in {entry.intent, Intent()}:

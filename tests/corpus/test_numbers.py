@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .every import ENTRIES, entries
-from .runs import Numbers, recorded, shown, traced
+from .runs import Numbers, returned_by, shown, traced
 from .test_truth import NOT_YET
 
 ATTENDING = [name for name in entries() if name not in NOT_YET]
@@ -22,7 +22,7 @@ def test_recording_changes_no_bit_of_the_output(name: str) -> None:
     module, (args, kwargs) = entry.made(), entry.arguments()
     with torch.set_grad_enabled(entry.grad):
         plain = module(*args, **kwargs)
-    for left, right in zip(tensors_in(plain), tensors_in(recorded(name)[1]), strict=True):
+    for left, right in zip(tensors_in(plain), tensors_in(returned_by(name)), strict=True):
         assert torch.equal(left, right)
 
 

@@ -57,9 +57,9 @@ def test_rows_are_those_of_the_true_heads(name: str) -> None:
     entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
     shapes = {key: tuple(parameter.shape) for key, parameter in entry.made().named_parameters()}
     for parameter, axes in (entry.rows or {}).items():
-        expected, found = owners(axes, shapes[parameter], truth), told(name)[parameter]
-        assert set(found) == set(expected), parameter
-        assert all(torch.equal(found[owner], expected[owner]) for owner in expected), parameter
+        expected, said = owners(axes, shapes[parameter], truth), told(name)[parameter]
+        assert set(said) == set(expected), parameter
+        assert all(torch.equal(said[owner], expected[owner]) for owner in expected), parameter
 
 
 def is_measured(entry: Entry) -> bool:
@@ -128,7 +128,7 @@ TEXTBOOK = [name for name in KNOWN if is_textbook(ENTRIES[name])]
 def test_the_rows_of_one_head_alone_give_its_context(name: str) -> None:
     """By hand in float64: softmax(scale · q·kᵀ) · v of what the rows that are told of a head make of the inputs."""
     entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
-    (args, kwargs), found = entry.arguments(), contexts(entry, truth)
+    (args, kwargs), measured = entry.arguments(), contexts(entry, truth)
     tensors = (*args, *(value for value in kwargs.values() if value.dim() == 3))
     given = [_flat(tensor.double()) for tensor in tensors]
     for head in range(truth.heads):
@@ -138,8 +138,8 @@ def test_the_rows_of_one_head_alone_give_its_context(name: str) -> None:
         scores = q @ k.mT * truth.head_dim**-0.5
         if "causal" in truth.kind:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-        expected = (scores.softmax(-1) @ v).view(*found.shape[:2], -1)
-        torch.testing.assert_close(found[:, :, head].double(), expected, rtol=1e-4, atol=1e-5)
+        expected = (scores.softmax(-1) @ v).view(*measured.shape[:2], -1)
+        torch.testing.assert_close(measured[:, :, head].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def projected(name: str, letter: str, head: int, x: Tensor) -> Tensor:

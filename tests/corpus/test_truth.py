@@ -32,8 +32,8 @@ NOT_OF_ONE_TOKEN = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_attentions_are_found_once_each(name: str) -> None:
-    found = len(traced(name).attentions)
-    assert (found == len(ENTRIES[name].attentions)) == (name not in NOT_YET), found
+    count = len(traced(name).attentions)
+    assert (count == len(ENTRIES[name].attentions)) == (name not in NOT_YET), count
 
 
 ATTENDING = [name for name in entries() if name not in NOT_YET]
@@ -65,9 +65,9 @@ def test_axes(name: str) -> None:
 def sizes(attention: Any, truth: Truth, batch: int, length: int) -> set[int]:
     """Return the sizes of names that have not the size which the arguments or the truth give them."""
     expected: dict[str, int | None] = {"batch": batch, "query": length, "key": length, **truth.lengths}
-    found = sizes_of(attention, truth)
-    assert len(found.get("embed", {E})) == 1
-    return {size for name, length in expected.items() for size in found.get(name, ()) if length not in (size, None)}
+    by_name = sizes_of(attention, truth)
+    assert len(by_name.get("embed", {E})) == 1
+    return {size for name, length in expected.items() for size in by_name.get(name, ()) if length not in (size, None)}
 
 
 def first_of_each(names: Iterable[str], kind: Callable[[Entry], Any]) -> list[str]:

@@ -39,10 +39,10 @@ class Additive(nn.Module):
 
     def by_hand(self, q: Tensor, k: Tensor) -> Tensor:
         """`batch query key`: one pair at a time, in float64."""
-        pairs = [[self.one(q[:, i], k[:, j]) for j in range(k.shape[1])] for i in range(q.shape[1])]
+        pairs = [[self.of_pair(q[:, i], k[:, j]) for j in range(k.shape[1])] for i in range(q.shape[1])]
         return torch.stack([torch.stack(row, -1) for row in pairs], -2)
 
-    def one(self, q: Tensor, k: Tensor) -> Tensor:
+    def of_pair(self, q: Tensor, k: Tensor) -> Tensor:
         return (q + k).tanh() @ self.score.weight[0].double() + self.score.bias.double()
 
 
@@ -69,7 +69,7 @@ class SideBySide(Additive):
         pairs = torch.cat([q[:, :, None].expand(-1, -1, m, -1), k[:, None].expand(-1, n, -1, -1)], -1)
         return self.score(self.both(pairs).tanh()).squeeze(-1)
 
-    def one(self, q: Tensor, k: Tensor) -> Tensor:
+    def of_pair(self, q: Tensor, k: Tensor) -> Tensor:
         both = torch.cat([q, k], -1) @ self.both.weight.double().T + self.both.bias.double()
         return both.tanh() @ self.score.weight[0].double() + self.score.bias.double()
 
@@ -78,7 +78,7 @@ class Distance(Additive):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return -((q[:, :, None] - k[:, None]) ** 2).sum(-1)
 
-    def one(self, q: Tensor, k: Tensor) -> Tensor:
+    def of_pair(self, q: Tensor, k: Tensor) -> Tensor:
         return -(q - k).square().sum(-1)
 
 

@@ -110,6 +110,6 @@ class WithPositions(OfABuffer):
 def test_a_query_that_is_no_input_is_not_called_given(kind: type[Learned], stage: str, origin: str) -> None:
     torch.manual_seed(0)
     (shown,) = mha_inspect.trace(kind().eval(), torch.randn(BATCH, LENGTH, WIDTH)).attentions
-    formulas = {each.name: each.formula for each in shown.stages}
+    formulas = {row.name: row.formula for row in shown.stages}
     assert formulas[stage] == origin
     assert formulas.get("key", "given") == "given"

@@ -80,8 +80,8 @@ class PackedPictures(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(self.q(self.pool).expand(len(x), -1, -1)), self.heads(self.k(x)), self.heads(self.v(x))
-        other = torch.tensor([[False] * 5 + [True] * 3, [True] * 5 + [False] * 3])
-        weights = self.weigh((q @ k.mT / D**0.5).masked_fill(other, float("-inf")))
+        outside = torch.tensor([[False] * 5 + [True] * 3, [True] * 5 + [False] * 3])
+        weights = self.weigh((q @ k.mT / D**0.5).masked_fill(outside, float("-inf")))
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 

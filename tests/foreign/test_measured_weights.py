@@ -80,8 +80,8 @@ ONE = {
 def test_factors_of_exponentials_are_masks_and_biases_of_scores(name: str) -> None:
     weights, formula = ONE[name]
     module = Weighed(weights)
-    found = formulas(module)
-    assert (found["weights"], found["context"]) == (formula, "weights · v_heads")
+    texts = formulas(module)
+    assert (texts["weights"], texts["context"]) == (formula, "weights · v_heads")
     # The formula with the numbers of this test, against the weights of the run.
     torch.manual_seed(0)
     x = torch.randn(B, N, WIDTH)
@@ -104,9 +104,9 @@ SCALED = {
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scale_before_scores_are_mixed_is_no_part_of_that(name: str) -> None:
     weights, formula = SCALED[name]
-    found = formulas(Weighed(weights))
-    assert found["scores"] == "q_heads · k_headsᵀ / √8"
-    assert found["masked_scores"] == formula
+    texts = formulas(Weighed(weights))
+    assert texts["scores"] == "q_heads · k_headsᵀ / √8"
+    assert texts["masked_scores"] == formula
 
 
 def test_scores_that_are_added_to_their_own_transpose_have_no_mask() -> None:

@@ -79,8 +79,8 @@ def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (side.flatten(0, 1) for side in (q, k, v))
     result = torch.zeros(q.shape, dtype=q.dtype)
     for at in range(len(q)):
-        one = slice(at, at + 1)
-        result[one] = attend(q[one], k[one], v[one])
+        item = slice(at, at + 1)
+        result[item] = attend(q[item], k[item], v[item])
     return result.unflatten(0, (-1, HEADS))
 
 
@@ -106,17 +106,17 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     scores = q @ k.mT / HEAD_DIM**0.5
     weights = (scores if masked is None else scores.masked_fill(masked, -torch.inf)).softmax(-1)
     report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
-    (one,), ((attention, names),) = report.attentions, run.attentions
-    assert (one.kind, one.num_heads) == (("self",) if masked is None else ("self", "causal"), HEADS)
+    (shown,), ((attention, names),) = report.attentions, run.attentions
+    assert (shown.kind, shown.num_heads) == (("self",) if masked is None else ("self", "causal"), HEADS)
     expected = {"q_heads": q, "k_heads": k, "v_heads": v, "scores": scores, "weights": weights, "context": weights @ v}
     for stage, value in expected.items():
         torch.testing.assert_close(content_of(run, attention, names, stage), value)
-    stages = {stage.name: stage for stage in one.stages}
+    stages = {stage.name: stage for stage in shown.stages}
     assert (stages["scores"].shape, stages["scores"].axes) == ((B, HEADS, N, N), "batch heads query key")
     assert (stages["query"].axes, stages["output"].axes) == ("batch query embed",) * 2
     assert stages["scores"].flops == stages["context"].flops == 2 * B * HEADS * N * N * HEAD_DIM
     assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
-    assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in one.notes)
+    assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in shown.notes)
     plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
     assert diff(module, plain, x, same_weights=True).outcome == "same"
     assert not check(module, x).findings
@@ -126,9 +126,9 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
 def test_pieces_of_one_head_each_are_one_attention() -> None:
     module, x = Heads(folded).eval(), torch.randn(B, N, WIDTH)
     report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
-    (one,), ((attention, names),) = report.attentions, run.attentions
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self",), HEADS, HEADS)
-    axes = {stage.name: stage.axes for stage in one.stages}
+    (shown,), ((attention, names),) = report.attentions, run.attentions
+    assert (shown.kind, shown.num_heads, shown.num_kv_heads) == (("self",), HEADS, HEADS)
+    axes = {stage.name: stage.axes for stage in shown.stages}
     assert axes["k_heads"] == axes["v_heads"] == "(batch heads) key head_dim"
     assert (axes["concat"], axes["output"]) == ("batch query (heads head_dim)", "batch query embed")
     for side in "qkv":
@@ -144,11 +144,11 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     results = []
     for queries in q.split(4, 2):
         scores = [queries @ keys.mT / HEAD_DIM**0.5 for keys in k.split(4, 2)]
-        weights = [(each - each.amax(-1, keepdim=True)).exp() for each in scores]
-        factors = torch.stack([each.amax(-1, keepdim=True) for each in scores])
+        weights = [(part - part.amax(-1, keepdim=True)).exp() for part in scores]
+        factors = torch.stack([part.amax(-1, keepdim=True) for part in scores])
         factors = (factors - factors.amax(0)).exp()
-        sums = torch.stack([each.sum(-1, keepdim=True) for each in weights])
-        values = torch.stack([each @ own for each, own in zip(weights, v.split(4, 2), strict=True)])
+        sums = torch.stack([part.sum(-1, keepdim=True) for part in weights])
+        values = torch.stack([part @ value for part, value in zip(weights, v.split(4, 2), strict=True)])
         results.append((values * factors).sum(0) / (sums * factors).sum(0))
     return torch.cat(results, 2)
 

@@ -58,9 +58,9 @@ def given() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_step_of_a_recurrence_is_no_projection(kind: type[nn.Module]) -> None:
     module, (x, memory) = Recurrent(kind), given()
-    (one,) = trace(module, x, memory).attentions
-    assert (one.kind, one.num_heads, one.head_dim) == (("cross",), 1, WIDTH)
-    stages = {stage.name: stage.axes for stage in one.stages}
+    (attention,) = trace(module, x, memory).attentions
+    assert (attention.kind, attention.num_heads, attention.head_dim) == (("cross",), 1, WIDTH)
+    stages = {stage.name: stage.axes for stage in attention.stages}
     assert stages["q_heads"] == "batch query head_dim"
     assert stages["v_heads"] == "batch key head_dim"
     assert not {"q_proj", "k_proj", "v_proj"} & set(stages)
@@ -72,8 +72,8 @@ def test_a_mean_of_what_nobody_gave_or_learned_is_no_attention() -> None:
 
 
 def test_what_counts_projections_has_a_dimension_of_its_own() -> None:
-    (one,) = trace(PackedApart(), given()[0]).attentions
-    stages = {stage.name: stage.axes for stage in one.stages}
+    (attention,) = trace(PackedApart(), given()[0]).attentions
+    stages = {stage.name: stage.axes for stage in attention.stages}
     assert stages["q_proj"] == "qkv batch heads query head_dim"
 
 
@@ -97,8 +97,8 @@ class Reduced(nn.Module):
 def test_keys_that_a_convolution_makes_fewer_say_so(kind: str) -> None:
     module, x = Reduced(kind), torch.randn(2, 24, 12)
     formulas = {stage.name: stage.formula for stage in trace(module, x).attentions[0].stages}
-    found = {row.name: row for row in params(module, x, per_head=True).parameters}
-    few = found["few.weight"]
+    rows = {row.name: row for row in params(module, x, per_head=True).parameters}
+    few = rows["few.weight"]
     if kind == "as":
         assert (few.axes, few.role) == ("(kv heads head_dim) embed 2 2", "W_k, W_v stacked: rows 0–11, 12–23")
         assert [(piece.part, piece.head, piece.rows) for piece in few.heads or ()] == [
@@ -108,5 +108,5 @@ def test_keys_that_a_convolution_makes_fewer_say_so(kind: str) -> None:
         ]
     else:
         assert (formulas["key"], formulas["value"]) == ("the query, then convolution, native_layer_norm", "the key")
-        roles = {found[name].role for name in ("few.weight", "few.bias", "norm.weight", "norm.bias")}
+        roles = {rows[name].role for name in ("few.weight", "few.bias", "norm.weight", "norm.bias")}
         assert roles == {"used before the projection to the keys and values"}

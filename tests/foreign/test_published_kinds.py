@@ -119,8 +119,12 @@ def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Ca
     torch.manual_seed(0)
     given: tuple[Any, ...] = (torch.randn(B, N, WIDTH), torch.arange(N))
     module = kind()
-    (one,) = trace(module, *given).attentions
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal", "grouped"), HEADS, KV_HEADS)
+    (attention,) = trace(module, *given).attentions
+    assert (attention.kind, attention.num_heads, attention.num_kv_heads) == (
+        ("self", "causal", "grouped"),
+        HEADS,
+        KV_HEADS,
+    )
     for letter in "qkv":
         weight = getattr(module, letter).weight
         assert all(map(torch.equal, rows_of(module, f"W_{letter}", *given), weight.split(HEAD_DIM)))
@@ -134,15 +138,15 @@ def test_a_module_is_known_where_its_forward_is_called(kind: type[Grouped], batc
     with recording() as recorded:
         module.forward(x)
     for attentions in (trace(module, x).attentions, recorded.trace.attentions):
-        assert [one.module for one in attentions] == ["layers.0", "layers.1"]
+        assert [attention.module for attention in attentions] == ["layers.0", "layers.1"]
         shapes = {stage.name: (stage.shape, stage.axes) for stage in attentions[0].stages}
         assert shapes["scores"] == ((batch, HEADS, N, N), "batch heads query key")
 
 
 def test_single_queries_are_a_batch() -> None:
-    (one,) = trace(Memories(), torch.randint(13, (4, N, 5)), torch.randint(13, (4, 5))).attentions
-    stages = {stage.name: stage.axes for stage in one.stages}
-    assert (one.num_heads, stages["weights"]) == (1, "batch key")
+    (attention,) = trace(Memories(), torch.randint(13, (4, N, 5)), torch.randint(13, (4, 5))).attentions
+    stages = {stage.name: stage.axes for stage in attention.stages}
+    assert (attention.num_heads, stages["weights"]) == (1, "batch key")
 
 
 PIECE = 4
@@ -230,10 +234,14 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     scores = module.scores(q, k, 0)
     expected = module.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(x), expected)
-    (one,) = trace(module, x).attentions
+    (attention,) = trace(module, x).attentions
     causal = kind is RescaledCausal
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
-    assert any(f"in {-(-N // piece)} pieces along key" in note for note in one.notes)
+    assert (attention.kind, attention.num_heads, attention.num_kv_heads) == (
+        ("self", "causal") if causal else ("self",),
+        HEADS,
+        HEADS,
+    )
+    assert any(f"in {-(-N // piece)} pieces along key" in note for note in attention.notes)
     stages = content(module, x)
     torch.testing.assert_close(stages["scores"], q @ k.mT / HEAD_DIM**0.5)
     torch.testing.assert_close(stages.get("masked_scores", stages["scores"]), scores)
@@ -259,9 +267,9 @@ class Picking(Rescaled):
 
 
 def test_pieces_of_keys_that_are_no_slices_are_not_taken_for_all_keys() -> None:
-    (one,) = trace(Picking(), torch.randn(B, N, WIDTH)).attentions
-    assert "This attention is computed in 2 pieces of its keys; the stages show the first." in one.notes
-    assert one.scores.shape == (B, HEADS, N, 3)
+    (attention,) = trace(Picking(), torch.randn(B, N, WIDTH)).attentions
+    assert "This attention is computed in 2 pieces of its keys; the stages show the first." in attention.notes
+    assert attention.scores.shape == (B, HEADS, N, 3)
 
 
 class PiecesOfQueries(Rescaled):
@@ -338,7 +346,7 @@ class Keeping(Grouped):
         new = [self.split(project(x)) for project in (self.k, self.v)]
         owner.kept = [torch.cat(pair, 2) for pair in zip(owner.kept, new, strict=True)] if owner.kept else new
         self.seen += x.shape[1]
-        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in owner.kept)
+        k, v = (heads.repeat_interleave(HEADS // KV_HEADS, 1) for heads in owner.kept)
         future = torch.ones(self.seen, self.seen, dtype=torch.bool).triu(1)[self.seen - x.shape[1] :]
         scores = self.split(self.q(x)).float() @ k.float().mT / HEAD_DIM**0.5
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
@@ -424,9 +432,9 @@ def test_keys_that_are_rotated_beside_cached_latents_are_not_accused() -> None:
     module, x = AbsorbedStep().eval(), torch.randn(B, N, WIDTH)
     with torch.no_grad():
         module(x[:, :-1])
-    (one,) = trace(copy.deepcopy(module), x[:, -1:]).attentions
-    assert one.position is not None
-    assert (one.position.query_offset, one.position.key_offset) == (N - 1, N - 1)
+    (attention,) = trace(copy.deepcopy(module), x[:, -1:]).attentions
+    assert attention.position is not None
+    assert (attention.position.query_offset, attention.position.key_offset) == (N - 1, N - 1)
     assert not [finding for finding in check(module, x[:, -1:]).findings if finding.sure]
 
 
@@ -445,10 +453,10 @@ class AbsorbedTurned(Absorbed):
 def test_a_second_product_of_queries_and_keys_is_no_bias() -> None:
     torch.manual_seed(0)
     module, x = AbsorbedTurned(), torch.randn(B, 17, WIDTH)  # more positions than features of a head
-    (one,) = trace(module, x).attentions
-    formula = {stage.name: stage.formula for stage in one.stages}["masked_scores"]
-    assert (one.bias, formula) == (False, "(scores + rotary(q) · rotary(k)ᵀ) / √10")
-    assert one.position == Position("rotary", "interleaved", ROPE, 0, 0)
+    (attention,) = trace(module, x).attentions
+    formula = {stage.name: stage.formula for stage in attention.stages}["masked_scores"]
+    assert (attention.bias, formula) == (False, "(scores + rotary(q) · rotary(k)ᵀ) / √10")
+    assert attention.position == Position("rotary", "interleaved", ROPE, 0, 0)
     nope, rope = module.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
     latent, rope_key = module.wkv_a(x).split((LATENT, ROPE), -1)
     k, _ = module.wkv_b(module.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
@@ -528,8 +536,8 @@ def test_a_given_cache_may_be_filled_and_a_given_input_may_not_be_changed() -> N
     slots = tuple(torch.zeros(B, KV_HEADS, SLOTS, HEAD_DIM) for _ in range(2))
     report = check(GivenCache(), torch.randn(B, N, WIDTH), torch.arange(N), slots)
     assert "inputs" in {passed.check for passed in report.held}
-    found = check(TwoInPlace(), torch.randn(B, N, WIDTH)).findings
-    assert "inputs" in {finding.check for finding in found}
+    findings = check(TwoInPlace(), torch.randn(B, N, WIDTH)).findings
+    assert "inputs" in {finding.check for finding in findings}
 
 
 class LatentsKept(Whole):
@@ -573,5 +581,5 @@ class WrittenBack(Whole):
 
 
 def test_a_bias_that_is_written_back_is_no_mask() -> None:
-    (one,) = trace(WrittenBack(), torch.randn(B, N, WIDTH)).attentions
-    assert (one.bias, one.masked_scores.formula) == (True, "scores + bias")
+    (attention,) = trace(WrittenBack(), torch.randn(B, N, WIDTH)).attentions
+    assert (attention.bias, attention.masked_scores.formula) == (True, "scores + bias")

@@ -36,9 +36,9 @@ class Streams(nn.Module):
         packed = self.text(text)
         shift, scale = self.of_condition(condition)[:, None].chunk(2, -1)
         both = packed, self.image(image * (1 + scale) + shift)
-        sides = [each.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4) for each in both]
+        sides = [side.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4) for side in both]
         q, k, v = torch.cat(sides, 3)
-        q, k = (F.rms_norm(each, (D,)) for each in (q, k))
+        q, k = (F.rms_norm(side, (D,)) for side in (q, k))
         context = merged(F.scaled_dot_product_attention(q, k, v))
         return self.text_o(context[:, : text.shape[1]]), self.o(context[:, text.shape[1] :])
 
@@ -132,7 +132,7 @@ def test_numbers_that_are_nan_before_a_mask_are_not_said_to_be_masked() -> None:
 
     torch.manual_seed(0)
     module = Broken()
-    (finding,) = (one for one in check(module, torch.randn(2, 6, E)).findings if one.check == "finite")
+    (finding,) = (finding for finding in check(module, torch.randn(2, 6, E)).findings if finding.check == "finite")
     assert "first stage that is not finite" in finding.sentence
 
 

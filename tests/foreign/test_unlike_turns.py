@@ -55,8 +55,8 @@ UNLIKE = {
 
 @pytest.mark.parametrize("weights_of", UNLIKE.values(), ids=UNLIKE)
 def test_heads_that_differ_stay_several(weights_of: Callable[[int, Tensor], Tensor]) -> None:
-    found = found_in(in_turn(weights_of))
-    assert [one.num_heads for one in found] == [1] * HEADS
+    attentions = found_in(in_turn(weights_of))
+    assert [attention.num_heads for attention in attentions] == [1] * HEADS
 
 
 class Uneven(nn.Module):
@@ -83,11 +83,11 @@ class EverySecondCausal(nn.Module):
 
 
 def test_heads_of_unequal_sizes_have_sizes_of_their_own() -> None:
-    assert [one.head_dim for one in found_in(Uneven())] == [3, 3, 4, 8]
+    assert [attention.head_dim for attention in found_in(Uneven())] == [3, 3, 4, 8]
 
 
 def test_a_mask_in_every_second_head_is_told_of_these() -> None:
-    kinds = [one.kind for one in found_in(EverySecondCausal())]
+    kinds = [attention.kind for attention in found_in(EverySecondCausal())]
     assert kinds == [("self", "causal"), ("self",), ("self", "causal")]
 
 
@@ -112,7 +112,7 @@ class OneHead(nn.Module):
 class Modules(nn.Module):
     def __init__(self, scales: tuple[float, ...], biases: tuple[bool, ...]) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(OneHead(*each) for each in zip(scales, biases, strict=True))
+        self.heads = nn.ModuleList(OneHead(*settings) for settings in zip(scales, biases, strict=True))
         self.o = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ class Modules(nn.Module):
 
 
 def test_heads_that_are_modules_are_compared_too() -> None:
-    same, other = (SCALE,) * HEADS, (False,) * HEADS
-    assert [one.num_heads for one in found_in(Modules(same, other))] == [HEADS]
-    assert [one.num_heads for one in found_in(Modules((SCALE, SCALE, 0.7), other))] == [1] * HEADS
-    assert [one.num_heads for one in found_in(Modules(same, (False, True, False)))] == [1] * HEADS
+    same, unbiased = (SCALE,) * HEADS, (False,) * HEADS
+    assert [attention.num_heads for attention in found_in(Modules(same, unbiased))] == [HEADS]
+    assert [attention.num_heads for attention in found_in(Modules((SCALE, SCALE, 0.7), unbiased))] == [1] * HEADS
+    assert [attention.num_heads for attention in found_in(Modules(same, (False, True, False)))] == [1] * HEADS
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_one_piece_with_a_cap_is_not_told_by_the_others() -> None:
 def test_one_piece_of_the_queries_with_a_cap_stays_apart() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = [piece @ k.mT * SCALE for piece in q.split(4, 2)]
-        capped = [torch.tanh(each) if at == 1 else each for at, each in enumerate(scores)]
-        return torch.cat([each.softmax(-1) @ v for each in capped], 2)
+        capped = [torch.tanh(piece) if at == 1 else piece for at, piece in enumerate(scores)]
+        return torch.cat([piece.softmax(-1) @ v for piece in capped], 2)
 
     assert len(found_in(Heads(attend))) == 3
 
@@ -170,10 +170,10 @@ def test_one_piece_of_the_queries_with_a_cap_stays_apart() -> None:
 def assert_sum_does_not_fit(module: nn.Module) -> None:
     torch.manual_seed(0)
     report = trace(module.eval(), torch.randn(B, N, WIDTH))
-    (one,) = report.attentions
-    assert one.context.formula.endswith(" / …")
-    assert any("do not sum to 1" in note for note in one.notes)
-    assert not any("sum to 1" in note and "not sum" not in note for note in one.notes)
+    (attention,) = report.attentions
+    assert attention.context.formula.endswith(" / …")
+    assert any("do not sum to 1" in note for note in attention.notes)
+    assert not any("sum to 1" in note and "not sum" not in note for note in attention.notes)
     assert [finding.check for finding in report.findings if "do not sum to 1" in finding.sentence] == ["softmax"]
 
 
@@ -210,5 +210,5 @@ def test_a_sum_that_does_not_fit_is_no_softmax(module: nn.Module) -> None:
 
 
 def test_exponentials_that_decay_have_a_bias() -> None:
-    (one,) = found_in(late(lambda numbers: numbers * 0.8 ** apart()))
-    assert (one.kind, one.bias) == (("self",), True)
+    (attention,) = found_in(late(lambda numbers: numbers * 0.8 ** apart()))
+    assert (attention.kind, attention.bias) == (("self",), True)

@@ -57,9 +57,9 @@ def shown(module: nn.Module) -> list[AttentionReport]:
 def test_what_is_done_to_weights_is_a_dropout_only_where_it_was_drawn(
     module: type[Base], formulas: list[str], dropped: bool
 ) -> None:
-    found = shown(module())
-    assert [stage.formula for one in found for stage in one.stages if stage.name == "context"] == formulas
-    assert {any("before dropout" in note for note in one.notes) for one in found} == {dropped}
+    reports = shown(module())
+    assert [stage.formula for report in reports for stage in report.stages if stage.name == "context"] == formulas
+    assert {any("before dropout" in note for note in report.notes) for report in reports} == {dropped}
 
 
 def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
@@ -71,8 +71,8 @@ def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
     scores = q @ k.mT / math.sqrt(D)
     assert_close(attention.canonical("scores", "batch heads query key"), scores)
     assert_close(attention.canonical("weights", "batch heads query key"), (-scores).softmax(-1))
-    (one,) = shown(module)
-    formula = next(stage.formula for stage in one.stages if stage.name == "masked_scores")
+    (report,) = shown(module)
+    formula = next(stage.formula for stage in report.stages if stage.name == "masked_scores")
     assert formula == "scores · -1 + …"
 
 

@@ -76,7 +76,9 @@ def test_weights_need_no_softmax(weigh: Callable[[Tensor], Tensor]) -> None:
     assert not mha_inspect.check(module, x).findings
     assert mha_inspect.diff(module, Weighed(weigh).eval(), x, same_weights=True).outcome == "same"
     assert all(
-        "W_" in own.role for own in mha_inspect.params(module, x, per_head=True).parameters if "weight" in own.name
+        "W_" in parameter.role
+        for parameter in mha_inspect.params(module, x, per_head=True).parameters
+        if "weight" in parameter.name
     )
 
 
@@ -131,7 +133,7 @@ def test_maps_of_one_head_are_no_heads_of_their_own(style: type[Differential]) -
     (shown,) = mha_inspect.trace(module, x).attentions
     assert (shown.num_heads, shown.num_kv_heads, shown.kind) == (H, H, ("self",))
     assert "Each head combines the weights of 2 softmaxes before the values." in shown.notes
-    assert not [found for found in mha_inspect.check(module, x).findings if found.sure]
+    assert not [finding for finding in mha_inspect.check(module, x).findings if finding.sure]
     assert mha_inspect.diff(module, style().eval(), x, same_weights=True).outcome == "same"
 
 

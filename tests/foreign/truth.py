@@ -54,20 +54,20 @@ class Shown:
     def canonical(self, stage: str, target: str) -> torch.Tensor:
         """A stage in axes of one's choice; those that it has not are of size one, and batch takes in windows."""
         pattern = self.names.of_stage(stage)
-        own = re.findall(r"\w+", pattern)
+        present = re.findall(r"\w+", pattern)
         for name in ("batch", "query", "key"):
-            parts = [word for word in own if re.fullmatch(rf"{name}_\d", word)]
-            parts = ["batch", "windows"] if name == "batch" and "windows" in own else parts
+            parts = [word for word in present if re.fullmatch(rf"{name}_\d", word)]
+            parts = ["batch", "windows"] if name == "batch" and "windows" in present else parts
             target = target.replace(name, f"({' '.join(parts)})") if parts else target
-        if "kv_heads" in own:
-            target = target.replace("heads", "(kv_heads group)" if "group" in own else "kv_heads")
+        if "kv_heads" in present:
+            target = target.replace("heads", "(kv_heads group)" if "group" in present else "kv_heads")
         words = re.findall(r"\w+|[()]", target)
-        to = " ".join(word if word in (*own, "(", ")") else "1" for word in words)
+        to = " ".join(word if word in (*present, "(", ")") else "1" for word in words)
         sizes = self.sizes()
         value = rearrange(
-            self.value(stage), f"{pattern} -> {to}", **{name: sizes[name] for name in own if name in sizes}
+            self.value(stage), f"{pattern} -> {to}", **{name: sizes[name] for name in present if name in sizes}
         )
-        if "kv_heads" in own and "group" not in own:
+        if "kv_heads" in present and "group" not in present:
             value = value.repeat_interleave(self.names.num_heads // self.names.num_kv_heads, 1)
         return value.double()
 
