@@ -22,7 +22,7 @@ from ..corpus.test_mutants import mutated
 def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
     """Of one-line mistakes: the others change what other inputs do, and are for check."""
     problems = silent = 0
-    for name, mistake, right, wrong, *_ in MUTANTS[::9]:
+    for name, mistake, right, wrong, *_ in MUTANTS[::3]:
         module = mutated(name, right, wrong, tmp_path / f"{name}_{mistake}.py")
         try:
             with torch.no_grad():
@@ -31,14 +31,12 @@ def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
             continue
         problems += any(finding.sure for finding in trace.findings)
         silent += not trace.findings
-    assert problems >= 6
-    assert silent <= 11
+    assert problems >= 11
+    assert silent <= 17
 
 
 @pytest.mark.parametrize("name", ["SplitByView", "SplitIntoBatch", "QueryServesTwice"])
-def test_a_problem_is_the_verdict(
-    name: str,
-) -> None:
+def test_a_problem_is_the_verdict(name: str) -> None:
     torch.manual_seed(0)
     (case,) = [case for case in CASES if case.name == name]
     trace = mha_inspect.trace(case.make(True).eval(), **case.inputs())

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mha_inspect.reports.trace import QKNorm
-
 from .entry import HEADS_IN_ROWS, OUTPUT, Arguments, Entry, Truth, add, attends, linears
 
 WIDTH, HEADS, HEAD_DIM = 24, 4, 6
@@ -46,20 +44,6 @@ class Heads(nn.Module):
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.transpose(-1, -2) / HEAD_DIM**0.5
-
-
-@claims(
-    over="query",
-    says=("The softmax is over the queries instead of the keys",),
-    formulas={"weights": "softmax over the queries(scores)"},
-    findings=frozenset({"softmax"}),
-)
-class OverQueries(Heads):
-    """Queries compete for each key."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
-        return self.joined(self.scores(q, k).softmax(-2), v)
 
 
 @claims(
@@ -122,20 +106,6 @@ class FewerKeys(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
-@claims(qk_norm=QKNorm("rms", "head"))
-class ScaledNorms(Heads):
-    """Heads are normed, with a gain: what belongs to the norm is no scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(HEAD_DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
-        q, k = (functional.normalize(heads, dim=-1) * HEAD_DIM**0.5 * self.gain for heads in (q, k))
-        return self.joined(self.scores(q, k).softmax(-1), v)
-
-
 @claims(mixed=True, plain=False, says=("weights after the softmax (talking heads)",))
 class NormedWeights(Heads):
     """DeepViT: the weights are mixed, and normed, by head."""
@@ -148,28 +118,6 @@ class NormedWeights(Heads):
         q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
         weights = torch.einsum("bhij,hg->bijg", self.scores(q, k).softmax(-1), self.mixed)
         return self.joined(self.norm(weights).permute(0, 3, 1, 2), v)
-
-
-@claims(
-    kv_heads=1,
-    kind=("self", "causal", "grouped"),
-    masked=True,
-    axes={"k_heads": "batch key head_dim", "v_heads": "batch key head_dim"},
-)
-class OneKeyHeadCausal(nn.Module):
-    """One key head for all, through an einsum that folds the heads into the queries, with a mask on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = nn.Linear(WIDTH, HEAD_DIM), nn.Linear(WIDTH, HEAD_DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(len(x), -1, HEADS, HEAD_DIM).transpose(1, 2)
-        scores = torch.einsum("bhid,bjd->bhij", q, self.k(x)) * HEAD_DIM**-0.5
-        at = torch.arange(x.shape[1])
-        weights = scores.masked_fill(at[:, None] < at, -torch.inf).softmax(-1)
-        return self.o(torch.einsum("bhij,bjd->bhid", weights, self.v(x)).transpose(1, 2).flatten(2))
 
 
 @claims(
@@ -225,35 +173,6 @@ class Mixing(Heads):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (made.view(len(x), HEADS, -1, HEAD_DIM) for made in (self.q(x), self.k(x), self.v(x)))
         return self.o((self.scores(q, k).softmax(-1) @ v).view(x.shape))
-
-
-@claims(
-    split="(batch windows) heads token head_dim",
-    pairs="(batch windows) heads query key",
-    projected="(batch windows) token (heads head_dim)",
-    axes={
-        "query": "(batch windows) query embed",
-        "key": "(batch windows) key embed",
-        "value": "(batch windows) key embed",
-        "concat": "(batch windows) query (heads head_dim)",
-        "output": "(batch windows) query embed",
-    },
-    lengths={"query": 4, "key": 4, "windows": 6},
-    given=image(4, 6),
-    ones=False,
-)
-class ImageWindows(Heads):
-    """Windows of two by two in an image, cut before they are normed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cut = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1)
-        cut = self.norm(cut).flatten(3, 4).flatten(0, 2)
-        q, k, v = map(self.split, (self.q(cut), self.k(cut), self.v(cut)))
-        return self.joined(self.scores(q, k).softmax(-1), v)
 
 
 @claims(projected="(batch token) (heads head_dim)", sizes=((3, 7),))
@@ -327,15 +246,6 @@ class PickedKeys(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
-@claims(masked=True)
-class OneNumber(Heads):
-    """What is added to the scores is one number, laid out as a mask is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
-        return self.joined((self.scores(q, k) + torch.zeros(1, 1)).softmax(-1), v)
-
-
 class OverFeatures(Heads):
     """Features attend to features, over all positions, as in XCiT."""
 
@@ -343,19 +253,6 @@ class OverFeatures(Heads):
         q, k, v = (self.split(made).mT for made in (self.q(x), self.k(x), self.v(x)))
         q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
         return self.o(((q @ k.mT * 3).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
-
-
-@claims(lengths={"key": None}, rows=WITHOUT_KEY_BIASES, ones=False)
-class ProjectedLength(Heads):
-    """Fewer keys than positions, made by a product along the sequence after their projection, as in Linformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = nn.Parameter(torch.randn(7, 3) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = (torch.einsum("bnd,nk->bkd", made, self.along) for made in (self.k(x), self.v(x)))
-        return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
 
 
 @claims(
@@ -375,31 +272,6 @@ class Means(Heads):
     def forward(self, x: Tensor) -> Tensor:
         k, v = (self.split(made).unflatten(2, (-1, 2)).sum(3) / 2 for made in (self.k(x), self.v(x)))
         return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
-
-
-@claims(
-    kv_heads=2,
-    kind=("self", "grouped"),
-    split="batch kv_heads group token head_dim",
-    pairs="batch kv_heads group query key",
-    axes={
-        "k_proj": "batch key (packed head_dim)",
-        "v_proj": "batch key (packed head_dim)",
-        "k_heads": "batch kv_heads key head_dim",
-        "v_heads": "batch kv_heads key head_dim",
-    },
-    rows=OUTPUT | linears(q="q: (heads head_dim) embed"),
-    partly=("k.weight", "k.bias", "v.weight", "v.bias"),
-)
-class SharedKeys(Heads):
-    """Two query heads for each key head, by an einsum that has both of them as axes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.split(self.q(x)).unflatten(1, (HEADS // 2, 2))
-        k, v = (self.split(made)[:, : HEADS // 2] for made in (self.k(x), self.v(x)))
-        weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
-        made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
-        return self.o(made.transpose(1, 2).flatten(2))
 
 
 @claims(
@@ -649,26 +521,6 @@ class BothWays(Heads):
         scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
         left = self.joined(scores.softmax(-1), self.split(self.v(right)))
         return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
-
-
-@claims(
-    kind=(),
-    absent=("query", "q_proj"),
-    projected="batch token (kv heads head_dim)",
-    lengths={"query": 5},
-    rows=OUTPUT | linears(kv="kv: (kv heads head_dim) embed"),
-    ones=False,
-)
-class PackedForLearned(Heads):
-    """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.agents, self.kv = nn.Parameter(torch.randn(HEADS, 5, HEAD_DIM)), nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)
 
 
 @claims(

@@ -157,8 +157,6 @@ class Entry:
     """Batches and lengths that it takes."""
     grad: bool = True
     """Whether it is traced with gradients; some that write into a cache cannot be."""
-    precise: bool = True
-    """Whether it computes in float32 at least."""
     reads_arguments: bool = True
     """Whether the projections read the arguments as they are."""
     returns_output: bool = True

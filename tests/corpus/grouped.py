@@ -53,24 +53,6 @@ class Grouped(nn.Module):
 
 @attends(
     heads=6,
-    kv_heads=2,
-    kind=GROUPED,
-    split="batch kv_heads group token head_dim",
-    pairs="batch kv_heads group query key",
-    axes={"k_heads": "batch kv_heads 1 key head_dim", "v_heads": "batch kv_heads 1 key head_dim"},
-    twin="Grouped",
-)
-class GroupedBroadcast(Grouped):
-    """Five dimensions: each key head beside a group of query heads."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q.unflatten(1, (2, 3))
-        k, v = k.unsqueeze(2), v.unsqueeze(2)
-        return ((q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v).flatten(1, 2)
-
-
-@attends(
-    heads=6,
     kv_heads=3,
     kind=GROUPED,
     rows=OUTPUT | linears(qkv="qkv: heads head_dim | kv_heads head_dim | kv_heads head_dim"),

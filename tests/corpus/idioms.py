@@ -1,6 +1,6 @@
 """Attention as people write it, in many ways that are right; mistakes of one line in each are in `mutants`."""
 
-# ruff: noqa: B905, C408, C417, E501, E741, RUF005, RUF059
+# ruff: noqa: B905, C408, C417, E501, RUF005, RUF059
 # fmt: off
 
 from __future__ import annotations
@@ -315,47 +315,8 @@ class PerHead(nn.Module):
         return self.proj(out)
 
 
-@idiom(
-    lambda: dict(x=torch.randn(2, 7, 16)), {}, size=(2, 7), heads=4, head_dim=4, scale=1.0, bias=True, masked=True,
-    position=Position("relative bias"),
-    rows=weights(q="q: (heads head_dim) embed", k="k: (heads head_dim) embed", v="v: (heads head_dim) embed", o="o: embed (heads head_dim)"),
-)
-class T5(nn.Module):
-    def __init__(self, dim=16, heads=4):
-        super().__init__()
-        self.h, self.d = heads, dim // heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        self.rel = nn.Embedding(31, heads)
-    def forward(self, x):
-        b, n, _ = x.shape
-        q, k, v = (f(x).view(b, n, self.h, self.d).transpose(1, 2) for f in (self.q, self.k, self.v))
-        s = q @ k.transpose(3, 2)
-        ctx, mem = torch.arange(n)[:, None], torch.arange(n)[None]
-        bias = self.rel(mem - ctx + 15).permute(2, 0, 1)[None]
-        w = F.softmax((s + bias).float(), dim=-1).type_as(s)
-        return self.o((w @ v).transpose(1, 2).contiguous().view(b, n, -1))
 
 
-@idiom(
-    lambda: dict(x=torch.randn(2, 7, 16)), {"causal": True}, size=(2, 7), heads=4, head_dim=4,
-    kind=("self", "causal"), masked=True, bias=True, position=Position("alibi"),
-    rows=linears(qkv="qkv: (qkv heads head_dim) embed", o="o: embed (heads head_dim)"),
-)
-class Alibi(nn.Module):
-    def __init__(self, dim=16, heads=4):
-        super().__init__()
-        self.h, self.d = heads, dim // heads
-        self.qkv, self.o = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.register_buffer("slopes", 2.0 ** -(8.0 / heads * torch.arange(1, heads + 1)))
-    def forward(self, x):
-        b, n, _ = x.shape
-        q, k, v = (t.view(b, n, self.h, self.d).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        pos = torch.arange(n)
-        dist = (pos[None, :] - pos[:, None]).float()
-        bias = self.slopes[:, None, None] * dist
-        s = torch.matmul(q, k.transpose(-1, -2)) / self.d ** 0.5 + bias
-        s = s + torch.full((n, n), -1e9).triu(1)
-        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 @idiom(
@@ -461,26 +422,6 @@ class Bert(nn.Module):
         return self.LayerNorm(self.dense(ctx) + hidden_states)
 
 
-@idiom(
-    lambda: dict(x=torch.randn(2, 6, 24)), {"causal": True}, size=(2, 6), heads=4, kv_heads=1, head_dim=6,
-    kind=("self", "causal", "grouped"), masked=True,
-    axes={"k_heads": "batch key head_dim", "v_heads": "batch key head_dim"},
-    rows=linears(q="q: (heads head_dim) embed", kv="kv: (kv kv_heads head_dim) embed", o="o: embed (heads head_dim)"),
-)
-class MultiQuery(nn.Module):
-    def __init__(self, dim=24, heads=4):
-        super().__init__()
-        self.h, self.d = heads, dim // heads
-        self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * self.d), nn.Linear(dim, dim)
-    def forward(self, x):
-        b, n, c = x.shape
-        q = self.q(x).view(b, n, self.h, self.d).transpose(1, 2)
-        k, v = self.kv(x).split(self.d, dim=-1)
-        att = torch.einsum("bhqd,bkd->bhqk", q, k) * self.d ** -0.5
-        causal = torch.ones(n, n, dtype=torch.bool).triu(1)
-        att = att.masked_fill(causal, torch.finfo(att.dtype).min)
-        out = torch.einsum("bhqk,bkd->bhqd", att.softmax(-1), v)
-        return self.o(out.transpose(1, 2).reshape(b, n, c))
 
 
 @idiom(
@@ -541,54 +482,10 @@ class NeoX(nn.Module):
         return self.dense(o)
 
 
-@idiom(
-    lambda: dict(x=torch.randn(2, 6, 32, dtype=torch.float16) * 50), {}, size=(2, 6), precise=False, heads=2,
-    head_dim=16, rows=linears(qkv="qkv: (qkv heads head_dim) embed", o="o: embed (heads head_dim)"),
-)
-class Half(nn.Module):
-    def __init__(self, dim=32, heads=2):
-        super().__init__()
-        self.h, self.d = heads, dim // heads
-        self.qkv, self.o = nn.Linear(dim, 3 * dim).half(), nn.Linear(dim, dim).half()
-        with torch.no_grad():
-            self.qkv.weight.mul_(4)
-    def forward(self, x):
-        b, n, c = x.shape
-        q, k, v = (t.view(b, n, self.h, self.d).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        s = (q.float() * self.d ** -0.5) @ k.float().mT
-        w = s.softmax(-1).to(x.dtype)
-        return self.o((w @ v).transpose(1, 2).reshape(b, n, c))
 
 
-def attention(query, key, value, mask=None, dropout=None):
-    d_k = query.size(-1)
-    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(d_k)
-    if mask is not None:
-        scores = scores.masked_fill(mask == 0, -1e9)
-    p_attn = scores.softmax(dim=-1)
-    if dropout is not None:
-        p_attn = dropout(p_attn)
-    return torch.matmul(p_attn, value), p_attn
 
 
-@idiom(
-    lambda: dict(src=torch.randn(3, 6, 16), src_mask=torch.ones(3, 1, 1, 6, dtype=torch.bool)),
-    {"padding": "src_mask", "padding_true": "keep"}, needs=(attention,), size=(3, 6), heads=4, head_dim=4,
-    masked=True, output="linears.3",
-    rows=linears(linears__0="q: (heads head_dim) embed", linears__1="k: (heads head_dim) embed", linears__2="v: (heads head_dim) embed", linears__3="o: embed (heads head_dim)"),
-)
-class Annotated(nn.Module):
-    def __init__(self, d_model=16, h=4):
-        super().__init__()
-        self.d_k, self.h = d_model // h, h
-        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
-        self.dropout = nn.Dropout(0.1)
-    def forward(self, src, src_mask=None):
-        nb = src.size(0)
-        query, key, value = [l(t).view(nb, -1, self.h, self.d_k).transpose(1, 2) for l, t in zip(self.linears, (src, src, src))]
-        x, self.attn = attention(query, key, value, mask=src_mask, dropout=self.dropout)
-        x = x.transpose(1, 2).contiguous().view(nb, -1, self.h * self.d_k)
-        return self.linears[-1](x)
 
 
 @idiom(

@@ -83,11 +83,6 @@ def stacked(x: Tensor, angle: Tensor) -> Tensor:
     return torch.stack((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).flatten(-2)
 
 
-def complexes(x: Tensor, angle: Tensor) -> Tensor:
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones(()), angle)
-    return torch.view_as_real(turned).flatten(-2)
-
-
 def sorted_halves(x: Tensor, angle: Tensor) -> Tensor:
     """DeepSeek: neighbours are brought into halves first."""
     return halves(x.unflatten(-1, (-1, 2)).mT.flatten(-2), angle)
@@ -116,23 +111,10 @@ def by_columns(x: Tensor, angle: Tensor) -> Tensor:
     return (matrices(angle) @ x[..., None]).squeeze(-1)
 
 
-def by_pairs(x: Tensor, angle: Tensor) -> Tensor:
-    """A matrix of two rows for each pair."""
-    rotations = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos()), -1).unflatten(-1, (2, 2))
-    return torch.einsum("npij,bhnpj->bhnpi", rotations, x.unflatten(-1, (-1, 2))).flatten(-2)
-
-
 def swapped(x: Tensor, angle: Tensor) -> Tensor:
     """Neighbours are swapped by one matrix for all positions."""
     angle = angle.repeat_interleave(2, -1)
     return x * angle.cos() + x @ matrices(torch.full((1, x.shape[-1] // 2), torch.pi / 2))[0].mT * angle.sin()
-
-
-def written(x: Tensor, angle: Tensor) -> Tensor:
-    turned = torch.empty_like(x)
-    turned[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
-    turned[..., 1::2] = x[..., ::2] * angle.sin() + x[..., 1::2] * angle.cos()
-    return turned
 
 
 def overwritten(x: Tensor, angle: Tensor) -> Tensor:
@@ -149,13 +131,6 @@ def multiplied(x: Tensor, angle: Tensor) -> Tensor:
     angle = torch.cat((angle, angle), -1)
     turned = torch.cat((-b, a), -1) * angle.sin()
     return x.clone().mul_(angle.cos()).add_(turned)
-
-
-def first_dims_written(self: Attend, q: Tensor, k: Tensor) -> Pair:
-    q, k = q.clone(), k.clone()
-    for x in (q, k):
-        x[..., :4] = stacked(x[..., :4], angles(dims=4))
-    return q, k
 
 
 def both(turn: Callable[[Tensor, Tensor], Tensor], start: int = 0) -> Any:
@@ -196,10 +171,6 @@ def alibi_of_some_heads(self: Attend, scores: Tensor) -> Tensor:
     return scores - torch.arange(H)[:, None, None] / H * DISTANCE.abs()
 
 
-def alibi_in_the_mask(self: Attend, scores: Tensor) -> Tensor:
-    return scores + (2.0 ** -torch.arange(1, H + 1)[:, None, None] * PLACES + torch.full((T, T), -1e9).triu(1))
-
-
 def with_method(**methods: Any) -> nn.Module:
     torch.manual_seed(0)
     return type("Own", (Attend,), methods)().eval()
@@ -228,11 +199,7 @@ def joined_with_the_rest(x: Tensor, angle: Tensor) -> Tensor:
 ROTATED = {
     "the first features, joined with the rest in one step": (both(joined_with_the_rest), rotary("half", 4)),
     "halves": (both(halves), rotary("half")),
-    "halves, later": (both(halves, 7), rotary("half", query=7, key=7)),
-    "halves, each computed": (both(halves_apart), rotary("half")),
-    "neighbours": (both(neighbours), rotary("interleaved")),
     "neighbours, each computed": (both(stacked, 3), rotary("interleaved", query=3, key=3)),
-    "complex": (both(complexes, 1000), rotary("interleaved", query=1000, key=1000)),
     "halves as complex numbers": (both(halves_as_complex), rotary("half")),
     "neighbours, brought into halves": (both(sorted_halves), rotary("interleaved")),
     "the first features": (first_dims, rotary("half", 4)),
@@ -241,21 +208,16 @@ ROTATED = {
     "the query alone": (lambda self, q, k: (halves(q, angles()), k), rotary("half", key=None)),
     "by matrices": (both(by_matrices, 5), rotary("interleaved", query=5, key=5)),
     "by matrices from the left": (both(by_columns), rotary("interleaved")),
-    "by a matrix for each pair": (both(by_pairs), rotary("interleaved")),
     "swapped by a matrix": (both(swapped), rotary("interleaved")),
-    "written": (both(written, 2), rotary("interleaved", query=2, key=2)),
     "overwritten": (both(overwritten), rotary("half")),
     "multiplied in place": (both(multiplied), rotary("half")),
-    "the first features, written": (first_dims_written, rotary("interleaved", 4)),
     "after a norm": (lambda self, q, k: (halves(rms(q), angles()), halves(rms(k), angles())), rotary("half")),
 }
 
 
 NORMS = {
     "rms": (lambda self, q, k: (rms(q), rms(k) * self.learned), QKNorm("rms", "head")),
-    "torch's rms": (lambda self, q, k: (F.rms_norm(q, (D,)), F.rms_norm(k, (D,))), QKNorm("rms", "head")),
     "layer": (lambda self, q, k: (centred(q), centred(k)), QKNorm("layer", "head")),
-    "torch's layer": (lambda self, q, k: (F.layer_norm(q, (D,)), F.layer_norm(k, (D,))), QKNorm("layer", "head")),
     "l2": (lambda self, q, k: (F.normalize(q, dim=-1) * 10, F.normalize(k, dim=-1)), QKNorm("l2", "head")),
     "rms by a length": (lambda self, q, k: (F.normalize(q, dim=-1) * D**0.5, k), QKNorm("rms", "head")),
 }
@@ -264,14 +226,8 @@ NORMS = {
 SCORES = {
     "alibi": (alibi, "alibi", "mask(scores + bias)"),
     "alibi of some heads": (alibi_of_some_heads, "alibi", "scores + bias"),
-    "alibi in the mask": (alibi_in_the_mask, "alibi", "scores + bias + mask"),
     "T5": (
         lambda self, s: s + self.table(DISTANCE.clamp(-4, 4) + 4).permute(2, 0, 1),
-        "relative bias",
-        "scores + bias",
-    ),
-    "Swin": (
-        lambda self, s: s + self.table.weight[(DISTANCE + T).flatten()].view(T, T, H).permute(2, 0, 1),
         "relative bias",
         "scores + bias",
     ),
@@ -280,7 +236,6 @@ SCORES = {
         None,
         "scores + bias + mask",
     ),
-    "drawn": (lambda self, s: s + torch.linspace(0, 1, T * T).sin().view(T, T), None, "scores + bias"),
 }
 
 
@@ -316,15 +271,11 @@ RELATIVE = {
 WINDOWS = {
     "three back": (FUTURE | (DISTANCE >= 3), 3),
     "one to each side": (DISTANCE.abs() > 1, 2),
-    "the past": (FUTURE, None),
-    "the future": (DISTANCE > 0, None),
     "pieces": (PLACES[:, None] // 3 != PLACES // 3, None),
-    "the first keys": ((PLACES > 3).expand(T, T), None),
 }
 
 
 NOTHING: dict[str, dict[str, Any]] = {
-    "sinusoids are added to queries": {"positions": lambda self, q, k: (q + angles().sin().repeat(1, 2), k)},
     "learned positions are added": {"positions": lambda self, q, k: (q + self.learned, k + self.learned)},
     "dropout": {"positions": lambda self, q, k: (F.dropout(q), F.dropout(k)), "scores": lambda self, s: F.dropout(s)},
     "a learned gain": {"positions": lambda self, q, k: (q * self.learned[0], k * 0.3)},
@@ -335,7 +286,6 @@ NOTHING: dict[str, dict[str, Any]] = {
         "positions": lambda self, q, k: (halves(q, angles(1, 1)), halves(k, angles(1, 1)))
     },
     "the largest score is taken off": {"scores": lambda self, scores: scores - scores.amax(-1, True).expand_as(scores)},
-    "a causal mask that is added": {"scores": lambda self, scores: scores + torch.full((T, T), -1e9).triu(1)},
     "padding that is added": {"scores": lambda self, s: s + (PLACES > 3) * torch.finfo(torch.float32).min},
     "keys that are learned": {
         "cached": lambda self, k, v: (
@@ -374,9 +324,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "normed: rms by a length": {"scale": 1.0},  # a length of √head_dim is beside the norm here, and in the scale
     "normed: all heads": {"mixed": True},
     "biased: alibi": CAUSAL,
-    "biased: alibi in the mask": CAUSAL,
     "masked: three back": CAUSAL,
-    "masked: the past": CAUSAL,
     "nothing: dropout": {
         "masked": True,
         "plain": False,
@@ -386,7 +334,6 @@ FACTS: dict[str, dict[str, Any]] = {
     "nothing: a learned gain": {"scale": 0.3 * D**-0.5, "early": 0.3},
     "nothing: the same rotation everywhere": {"findings": frozenset({"rotary"})},
     "nothing: the largest score is taken off": {"masked": True},
-    "nothing: a causal mask that is added": CAUSAL | {"masked": True},
     "nothing: padding that is added": {"masked": True},
     "nothing: keys that are learned": {"lengths": {"key": None}},
     "nothing: keys of zeros": {"lengths": {"key": None}},

@@ -31,10 +31,10 @@ class Loop(nn.Module):
         self.o = nn.Linear(H * D, E)
 
     def heads(self, x: Tensor) -> list[Tensor]:
-        found = []
+        contexts = []
         for q, k, v in zip(self.q, self.k, self.v, strict=True):
-            found.append((q(x) @ k(x).transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v(x))
-        return found
+            contexts.append((q(x) @ k(x).transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v(x))
+        return contexts
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(torch.cat(self.heads(x), dim=-1))
@@ -88,11 +88,11 @@ class LoopSlices(Base):
     """One projection, and a loop over its slices."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found = []
+        contexts = []
         for h in range(H):
             q, k, v = (t[..., h * D : (h + 1) * D] for t in (self.q(x), self.k(x), self.v(x)))
-            found.append((q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v)
-        return self.o(torch.cat(found, dim=-1))
+            contexts.append((q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v)
+        return self.o(torch.cat(contexts, dim=-1))
 
 
 @attends(twin="Base", says=("computed in 3 pieces along query",))
@@ -137,33 +137,13 @@ class NarrowHeadsOfOne(NarrowLoop):
     width = 1
 
 
-@attends(**ONE_HEAD_AT_A_TIME, twin="Base")
-class BufferOfFeatures(LoopFeatures):
-    """Each turn writes its slice of the features."""
-
-    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        for h in range(H):
-            out[:, :, h * self.width : (h + 1) * self.width] = self.head(h, q, k, v)
-        return out
-
-
-@attends(**ONE_HEAD_AT_A_TIME, twin="Base")
-class BufferLikeHeads(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        for h in range(H):
-            out[:, h] = (q[:, h] @ k[:, h].mT / math.sqrt(D)).softmax(-1) @ v[:, h]
-        return out
-
-
 @attends(kind=("self", "causal"), masked=True, twin="MaskedFill")
 class OneQueryAtATime(Base):
     """A loop over the queries, each with the keys up to its own."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = []
+        contexts = []
         for t in range(q.shape[2]):
             weights = (q[:, :, t : t + 1] @ k[:, :, : t + 1].mT / math.sqrt(D)).softmax(-1)
-            found.append((weights @ v[:, :, : t + 1]).squeeze(2))
-        return torch.stack(found, 2)
+            contexts.append((weights @ v[:, :, : t + 1]).squeeze(2))
+        return torch.stack(contexts, 2)

@@ -24,17 +24,6 @@ class Two(nn.Module):
 
 
 @has_none
-class SigmoidPool(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score, self.v = nn.Linear(E, K), nn.Linear(E, A)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.score(x).sigmoid()
-        return (weights / weights.sum(1, keepdim=True)).mT @ self.v(x)
-
-
-@has_none
 class Sampled(nn.Module):
     """Linear interpolation at places that are predicted."""
 
@@ -56,20 +45,6 @@ class Sorted(Sampled):
 
 
 # -- experts and codes: what is weighed are parts of the module --------------------------------------------------------
-
-
-@has_none
-class SigmoidExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(E, K), nn.Parameter(torch.randn(K, E, V))
-
-    def weights(self, x: Tensor) -> Tensor:
-        weights = self.gate(x).sigmoid()
-        return weights / weights.sum(-1, keepdim=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnk,bnkv->bnv", self.weights(x), torch.einsum("bne,kev->bnkv", x, self.experts))
 
 
 # -- recurrences and scans ---------------------------------------------------------------------------------------------
@@ -126,20 +101,6 @@ class KernelRegression(Two):
     def forward(self, x: Tensor) -> Tensor:
         kernel = (-torch.cdist(self.a(x), self.a(x)).square() / A).exp()
         return kernel @ torch.linalg.solve(kernel + torch.eye(N), self.b(x))
-
-
-@has_none
-class LearnedGraph(Two):
-    """Edges by a sigmoid, each divided by the degrees of both its ends: what one row weighs hangs on other rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Linear(E, V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        edges = (self.a(x) @ self.b(x).mT).sigmoid()
-        degree = (edges.sum(-1) + 1).rsqrt()
-        return (degree[..., :, None] * edges * degree[..., None, :]) @ self.v(x)
 
 
 @has_none
@@ -238,34 +199,6 @@ class Clusters(nn.Module):
         return centres
 
 
-@has_none
-class Capsules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.votes = nn.Parameter(torch.randn(H, E, 5) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = torch.einsum("bne,hed->bhnd", x, self.votes)
-        agreed = torch.zeros(votes.shape[:3])
-        for _ in range(2):
-            made = (agreed.softmax(1)[..., None] * votes).sum(2).tanh()
-            agreed = agreed + (votes * made[:, :, None]).sum(-1)
-        return made
-
-
-@has_none
-class PooledGraph(nn.Module):
-    """Edges by a sigmoid between clusters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.clusters = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(E, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        edges, clusters = (self.a(x) @ self.b(x).mT).sigmoid(), self.clusters(x).softmax(-1)
-        return clusters.mT @ edges @ clusters
-
-
 class PoolAtABentTime(PoolAtATime):
     """Bent after it is added, what is given once is a query, and the pool an attention."""
 
@@ -320,23 +253,6 @@ class Router(nn.Module):
 
 
 @has_none
-class RoutedCapsules(nn.Module):
-    """Dynamic routing by agreement: a capsule shares itself out among those above it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.above = nn.Parameter(torch.randn(1, N, 5, 8, E) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = (self.above @ x[:, :, None, :, None]).squeeze(-1)
-        agreed = torch.zeros(votes.shape[:3])
-        for _ in range(3):
-            made = F.normalize((agreed.softmax(2)[..., None] * votes).sum(1), dim=-1)
-            agreed = agreed + (votes * made[:, None]).sum(-1)
-        return made
-
-
-@has_none
 class DynamicDispatch(Dispatch):
     """The same with slots that are made of the tokens: what one product says hands out, and hands back."""
 
@@ -350,18 +266,6 @@ class DynamicDispatch(Dispatch):
         given = torch.einsum("bts,btd->bsd", logits.softmax(1), x)
         made = torch.stack([expert(given[:, at * 3 : at * 3 + 3]) for at, expert in enumerate(self.experts)], 1)
         return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
-
-
-@has_none
-class SoftmaxClusters(nn.Module):
-    """Soft k-means: features are shared out among centres, each of which is what it got on average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        centres = x[:, :3]
-        for _ in range(2):
-            shared = (x @ centres.mT).softmax(-1)
-            centres = shared.mT @ x / shared.sum(1)[..., None]
-        return centres
 
 
 @has_none
@@ -381,19 +285,6 @@ class CapsulesByBatch(nn.Module):
             capsules = (logits.softmax(1)[..., None] * votes).sum(-2, keepdim=True).tanh()
             logits = logits + (capsules * votes).sum(-1)
         return capsules.squeeze(-2)
-
-
-@has_none
-class CapsulesByFeature(CapsulesByBatch):
-    """Routing over what is voted, with logits that are repeated for each feature."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = self.votes(x)
-        logits = torch.zeros_like(votes)
-        for _ in range(3):
-            capsules = (logits.softmax(2) * votes).sum(2, keepdim=True).tanh()
-            logits = logits + (votes * capsules).sum(-1, keepdim=True)
-        return capsules.squeeze(2)
 
 
 @has_none
@@ -429,20 +320,6 @@ class CapsulesOverInputsByProduct(CapsulesOverInputs):
 
 
 @has_none
-class Inverted(nn.Module):
-    """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(E, E), nn.Linear(E, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = (self.q(x) @ self.k(x).mT).softmax(-1)
-        guess = weights.mT / weights.sum(-2).max()
-        return guess @ (2 * torch.eye(x.shape[1]) - weights @ guess)
-
-
-@has_none
 class Rolled(nn.Module):
     """Rollout: the weights of one layer times those of another, each with the residual beside it."""
 
@@ -463,20 +340,6 @@ class Composed(Rolled):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers(x)
         return torch.bmm(second, first / first.sum(-1, keepdim=True).amax())
-
-
-@has_none
-class Landmarks(Rolled):
-    """The first half of Nyström's way: weights for landmarks times the pseudo-inverse of other weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = self.a(x), self.b(x)
-        few = k[:, :K]
-        inner = (q[:, :K] @ few.mT).softmax(-1)
-        guess = inner.mT / inner.sum(-2).max()
-        for _ in range(2):
-            guess = guess @ (2 * torch.eye(K) - inner @ guess)
-        return (q @ few.mT).softmax(-1) @ guess
 
 
 @has_none

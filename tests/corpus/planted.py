@@ -224,10 +224,6 @@ def _each(x: Tensor) -> Tensor:
     return x.repeat_interleave(2, 1)
 
 
-def _expanded(x: Tensor, place: int) -> Tensor:
-    return x.unsqueeze(place).expand(x.shape[0], 2, 2, *x.shape[2:]).reshape(x.shape[0], H, *x.shape[2:])
-
-
 def _keeps_keys(m: Any, x: Tensor, *, wrong: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads of a cache that nobody empties."""
     q, k, v = Right.heads(m, x)
@@ -252,11 +248,6 @@ def _bar_without_keys(m: Any, s: Tensor) -> Tensor:
     return ~m.padding[:, None, None, :] | future(s)
 
 
-def _packed(split: Callable[[Tensor], Any]) -> Steps:
-    one = {name: partial(nn.Identity) for name in "qkv"}  # they are one matrix here
-    return {**one, "qkv": partial(nn.Linear, E, 3 * E), "heads": lambda m, x: split(m.qkv(x))}
-
-
 def _batch_by_view(flip: Callable[[Tensor], Tensor]) -> Steps:
     """Layers that have the sequence first, between others."""
     return {
@@ -265,10 +256,6 @@ def _batch_by_view(flip: Callable[[Tensor], Tensor]) -> Steps:
         "join": lambda m, t: t.transpose(0, 1).reshape(t.shape[1], -1, E),
         "leave": lambda m, t: m.o(t.transpose(0, 1)),
     }
-
-
-def _one_sequence(m: Any, x: Tensor) -> Tensor:
-    return x.reshape(1, -1, E)
 
 
 def _no_key() -> dict[str, Tensor]:
@@ -323,8 +310,6 @@ _reference = meant(check="reference", intent=Intent(reference=Right()))
 CASES = [
     # reczoo/FuxiCTR#30
     Case("SplitByView", "heads", {"split": lambda m, x: _by_view(x), "join": lambda m, x: x.reshape(len(x), -1, E)}),
-    Case("KeysSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), _by_view(m.k(x)), m.split(m.v(x)))}),
-    Case("ValuesSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), m.split(m.k(x)), _by_view(m.v(x)))}),
     # the view and its opposite, of a multiple of as many tokens as heads
     Case(
         "QueriesSplitAndMergedByView",
@@ -344,34 +329,6 @@ CASES = [
     ),
     # jsbaan/transformer-from-scratch#6
     Case("MergedByReshape", "heads", {"join": lambda m, x: x.reshape(len(x), x.shape[2], E)}),
-    Case(
-        "AsManyTokensAsHeads",
-        "heads",
-        {"join": lambda m, x: x.reshape(len(x), x.shape[2], E)},
-        inputs=lambda: {"x": torch.randn(B, H, E)},
-    ),
-    Case("MergedFused", "heads", {**fused(), "join": lambda m, x: x.contiguous().view(len(x), -1, E)}, fused()),
-    # hackiey/QAnet-pytorch#2: the heads are the first dimension
-    Case(
-        "MergedFromHeadsFirst",
-        "heads",
-        {
-            "split": lambda m, x: x.unflatten(-1, (H, D)).permute(2, 0, 1, 3),
-            "join": lambda m, x: x.reshape(*x.shape[1:3], E),
-        },
-        {
-            "split": lambda m, x: x.unflatten(-1, (H, D)).permute(2, 0, 1, 3),
-            "join": lambda m, x: x.permute(1, 2, 0, 3).flatten(2),
-        },
-    ),
-    # the context is transposed by the caller as well
-    Case("MergedTwice", "heads", {"join": lambda m, x: x.transpose(1, 2).transpose(1, 2).reshape(len(x), -1, E)}),
-    Case(
-        "PackedSplitByView",
-        "heads",
-        _packed(lambda x: x.view(x.shape[0], 3, H, -1, D).unbind(1)),
-        _packed(lambda x: x.view(*x.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)),
-    ),
     # gazelle93/Transformer-Various-Positional-Encoding#1: folded as (batch heads), unfolded as (heads batch)
     Case(
         "UnfoldedInTheOtherOrder",
@@ -379,11 +336,6 @@ CASES = [
         folded(unfold=lambda t: t.unflatten(0, (H, -1)).permute(1, 2, 0, 3).flatten(2)),
         folded(),
     ),
-    Case("SoftmaxOverQueries", "softmax", {"weigh": lambda m, s: s.softmax(-2)}),
-    Case("SoftmaxOverHeads", "softmax", {"weigh": lambda m, s: s.softmax(1)}),
-    Case("SoftmaxOverBatch", "softmax", {"weigh": lambda m, s: s.softmax(0)}),
-    # F.softmax without dim takes dimension 0 of three
-    Case("SoftmaxWithoutDim", "softmax", folded(weigh=lambda m, s: F.softmax(s, dim=0)), folded()),
     Case("WeightsCutOff", "softmax", {"weigh": lambda m, s: s.softmax(-1) * (s > 0)}),
     Case("SoftmaxOfSoftmax", "softmax", {"weigh": lambda m, s: s.softmax(-1).softmax(-1)}),
     Case(
@@ -400,48 +352,8 @@ CASES = [
         {"weigh": lambda m, s: s.softmax(-1).tril() / s.softmax(-1).tril().sum(-1, keepdim=True)},
         intent=CAUSAL,
     ),
-    Case("MaskTimesWeights", "softmax", {"weigh": lambda m, s: s.softmax(-1) * (~future(s)).float()}, masked(future)),
-    Case("OverHeads", "heads", {"split": lambda m, x: x.unflatten(-1, (H, D)), "join": lambda m, x: x.flatten(2)}),
-    Case(
-        "OverHeadsFused",
-        "heads",
-        {**fused(), "split": lambda m, x: x.unflatten(-1, (H, D)), "join": lambda m, x: x.flatten(2)},
-        fused(),
-    ),
-    Case("MaskTimesScores", "masking", {"mask": lambda m, s: s * (~future(s)).float()}, masked(future)),
-    # 1e-9 where -1e9 was meant
-    Case("TinyBar", "masking", masked(future, 1e-9), masked(future, -1e9)),
-    Case(
-        "TinyNegativeBar",
-        "masking",
-        {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e-9), s)},
-        {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e9), s)},
-    ),
     Case("MaskOfTheOtherSign", "masking", masked(future, 1e9), masked(future, -1e9)),
-    Case(
-        "AddedMaskOfTheOtherSign",
-        "masking",
-        {"mask": lambda m, s: s - future(s) * -1e4},
-        {"mask": lambda m, s: s - future(s) * 1e4},
-    ),
-    # a boolean mask is added as numbers
-    Case(
-        "MaskOfOnesAdded",
-        "masking",
-        {"mask": lambda m, s: s + future(s).float()},
-        {"mask": lambda m, s: s + future(s).float() * -1e9},
-    ),
-    # kzl/decision-transformer#30 and many like it; RVC-Boss/GPT-SoVITS#965
-    _causal("CausalOneLate", wrong=masked(lambda s: future(s, 2)), twin=masked(future)),
-    _causal("CausalWithoutItself", wrong=masked(lambda s: future(s, 0), -1e9), twin=masked(future, -1e9)),
-    _causal("CausalTurnedRound", wrong=masked(lambda s: ~future(s), -1e9), twin=masked(future, -1e9)),
     _causal("CausalForgotten", wrong=fused(), twin=fused(is_causal=True)),
-    # torch's fused kernel keeps where a mask is True, its own layer masks there
-    _causal(
-        "CausalBooleanForFused",
-        wrong=fused(attn_mask=lambda m, q: future(torch.empty(N, N)).mT),
-        twin=fused(attn_mask=lambda m, q: ~future(torch.empty(N, N))),
-    ),
     # the triangle lies over the heads' axis and is broadcast over the queries
     _causal("CausalAlongHeads", wrong=masked(lambda s: future(s)[:H][None, :, None], -1e9), twin=masked(future, -1e9)),
     # a norm over the positions tells each of the later ones
@@ -475,12 +387,6 @@ CASES = [
         wrong=masked(lambda s: future(s) | ~future(s, -2), -1e9),
         twin=masked(lambda s: future(s) | ~future(s, -3), -1e9),
     ),
-    # the window's other side is masked, and the far past is not
-    _window(
-        "WindowWithoutEnd",
-        wrong=masked(lambda s: before(s) < 0, -1e9),
-        twin=masked(lambda s: (before(s) < 0) | (before(s) > 3), -1e9),
-    ),
     # pytorch/pytorch#27968 and others: True means the opposite
     _padding("PaddingTurnedRound", wrong=padded(lambda keep: ~keep[:, None, None, :])),
     _padding("PaddingOnQueries", wrong=padded(lambda keep: keep[:, None, :, None])),
@@ -490,9 +396,6 @@ CASES = [
         wrong={**folded(), **padded(lambda keep: keep.repeat(H, 1)[:, None, :])},
         twin={**folded(), **padded(lambda keep: keep.repeat_interleave(H, 0)[:, None, :])},
     ),
-    _padding("PaddingForgotten", wrong={"mask": lambda m, s: s}),
-    # the mask of the first row is used for all
-    _padding("PaddingOfFirstRow", wrong=padded(lambda keep: keep[:1].expand_as(keep)[:, None, None, :])),
     _padding(
         "GivenPaddingOfFirstRow",
         wrong=_left_padded(slice(0, 1)),
@@ -545,7 +448,6 @@ CASES = [
     ),
     # aipixel/AEMatter#3: torch's layer has the sequence first, and is given the batch first
     Case("BatchNotFirst", "batch", {"batch_first": False}, intent=Intent(batch_axis=0), base=TorchsLayer, alone=False),
-    Case("BatchInSequence", "batch", {"enter": _one_sequence, "leave": lambda m, x: m.o(x).view(-1, N, E)}),
     # rish-16/tokenlearner-pytorch#1: a view where a transpose belongs, between layers that have the sequence first
     Case(
         "BatchByView",
@@ -553,31 +455,17 @@ CASES = [
         _batch_by_view(lambda x: x.reshape(x.shape[1], -1, E)),
         _batch_by_view(lambda x: x.transpose(0, 1)),
     ),
-    # a mean over the batch where one over the features was meant
-    Case(
-        "BatchMean",
-        "batch",
-        {"enter": lambda m, x: x - x.mean(0, keepdim=True)},
-        {"enter": lambda m, x: x - x.mean(-1, keepdim=True)},
-    ),
-    Case("KeysOfTheNextRow", "batch", keys_of(lambda m, x: m.k(x.roll(1, 0)))),
     _scale("NoScale", wrong=scaled(lambda q, k: q @ k.mT)),
-    # lucidrains/vit-pytorch#65
-    _scale("ScaleOfEmbedding", wrong=scaled(lambda q, k: q @ k.mT * E**-0.5)),
     # the queries are scaled, and the fused kernel scales again
     _scale(
         "ScaledTwice",
         wrong={"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q * D**-0.5, k, v)},
         twin={"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q * D**-0.5, k, v, scale=1.0)},
     ),
-    # esceptico/perceiver-io#9: divided by what should be multiplied
-    _scale("ScaleUpsideDown", wrong=scaled(lambda q, k: q @ k.mT / D**-0.5)),
     # onnx/onnx#7274: tiled where torch repeats each
     Case("Tiled", "grouped", repeated(_tiled), repeated(_each)),
     # the norm of all key heads together moves each of them
     Case("TiledBehindNorm", "grouped", {**repeated(_tiled), "heads": _normed}, {**repeated(_each), "heads": _normed}),
-    Case("ExpandedInFront", "grouped", repeated(lambda t: _expanded(t, 1)), repeated(lambda t: _expanded(t, 2))),
-    Case("ValuesTiled", "grouped", repeated(_each, _tiled), repeated(_each)),
     Case("GroupsBeforeKeyHeads", "grouped", _by_group("rg"), _by_group("gr")),
     # raiyanyahya/how-to-train-your-gpt#6: halves of one layout, pairs of another
     Case("RotaryMixed", "rotary", turned(halves, pairs), turned(halves, halves)),
@@ -628,7 +516,6 @@ CASES = [
         "CacheTopLeft",
         wrong=masked(lambda s: future(s, 1 if s.shape[-2] > 1 else s.shape[-1])),
     ),
-    _cache("CachePositionsFromZero", wrong={"turn": lambda m, x, start: halves(x, 0)}),
     _cache("CacheIfAsked", wrong={"turn": lambda m, x, start: halves(x, 0)}, base=CachedIfAsked),
     _cache("CacheTurnedRound", wrong={"after": lambda m, past, new: torch.cat((new, past), 2)}),
     # mlx-node/mlx-node#24: a chunk behind a cache is not masked at all

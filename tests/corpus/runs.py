@@ -20,12 +20,26 @@ from .every import ENTRIES
 
 
 @cache
-def traced(name: str, batch: int = 0, length: int = 0) -> LiveTrace:
-    """Return the trace of an entry with its tensors, at its first size with gradients, or at another without."""
-    entry = ENTRIES[name]
-    args, kwargs = entry.arguments(batch, length)
+def _recorded(name: str, batch: int, length: int) -> tuple[LiveTrace, Any]:
+    """Return the trace of an entry with its tensors, and what the module returned while it was recorded.
+
+    It runs at its first size with gradients, or at another without.
+    """
+    entry, returned = ENTRIES[name], list[Any]()
+    module, (args, kwargs) = entry.made(), entry.arguments(batch, length)
+    module.register_forward_hook(lambda _, args, output: returned.append(output))
     with torch.set_grad_enabled(entry.grad and not batch):
-        return mha_inspect.trace(entry.made(), *args, keep=True, **kwargs)
+        trace = mha_inspect.trace(module, *args, keep=True, **kwargs)
+    return trace, returned[0]
+
+
+def traced(name: str, batch: int = 0, length: int = 0) -> LiveTrace:
+    return _recorded(name, batch, length)[0]
+
+
+def returned_by(name: str) -> Any:
+    """Return what an entry returned while `traced` recorded it."""
+    return _recorded(name, 0, 0)[1]
 
 
 @cache
@@ -67,16 +81,16 @@ def canonical(stage: Any, target: str, truth: Truth, sizes: Mapping[str, int]) -
 
     `batch` takes in windows and `query` its parts; key heads are repeated for the query heads that share them.
     """
-    own = words(stage.axes)
+    present = words(stage.axes)
     for name in ("batch", "query", "key"):
-        parts = [word for word in own if re.fullmatch(rf"{name}_\d", word)]
-        parts = ["batch", "windows"] if name == "batch" and "windows" in own else parts
+        parts = [word for word in present if re.fullmatch(rf"{name}_\d", word)]
+        parts = ["batch", "windows"] if name == "batch" and "windows" in present else parts
         target = target.replace(name, f"({' '.join(parts)})") if parts else target
-    if "kv_heads" in own:
-        target = target.replace("heads", "(kv_heads group)" if "group" in own else "kv_heads")
-    to = " ".join(word if word in (*own, "(", ")") else "1" for word in re.findall(r"\w+|[()]", target))
-    value = rearrange(stage.tensor, f"{stage.axes} -> {to}", **{name: sizes[name] for name in own if name in sizes})
-    if "kv_heads" in own and "group" not in own:
+    if "kv_heads" in present:
+        target = target.replace("heads", "(kv_heads group)" if "group" in present else "kv_heads")
+    to = " ".join(word if word in (*present, "(", ")") else "1" for word in re.findall(r"\w+|[()]", target))
+    value = rearrange(stage.tensor, f"{stage.axes} -> {to}", **{name: sizes[name] for name in present if name in sizes})
+    if "kv_heads" in present and "group" not in present:
         value = value.repeat_interleave(truth.heads // truth.true_kv_heads, 1)
     return value.double()
 

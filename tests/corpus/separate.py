@@ -98,15 +98,6 @@ class KeyFirst(Base):
         return weights.transpose(-1, -2) @ v
 
 
-@attends(axes={"context": "batch heads head_dim query"}, twin="Base")
-class ValueFirst(Base):
-    """Context is (vᵀ · weightsᵀ)ᵀ, as in images with the features before the places."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = (q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1)
-        return (v.transpose(-1, -2) @ weights.transpose(-1, -2)).transpose(-1, -2)
-
-
 @attends(twin="Base")
 class Strided(Base):
     """Heads by strides alone."""
@@ -123,17 +114,6 @@ class ScaledEarly(Base):
     def forward(self, x: Tensor) -> Tensor:
         q = self.split(self.q(x) * D**-0.5)
         return self.o(self.join((q @ self.split(self.k(x)).transpose(-1, -2)).softmax(-1) @ self.split(self.v(x))))
-
-
-@attends(
-    rows=linears(**{part: f"{part}: (heads head_dim) embed" for part in "qkv"}),
-    absent=("output",),
-    output="",
-    findings=frozenset({"parameters"}),
-)
-class NoOutput(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.join(self.attend(*map(self.split, (self.q(x), self.k(x), self.v(x)))))
 
 
 @attends(

@@ -218,56 +218,6 @@ def softmax_divided(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def softmax_of_functional(m: Any, s: Tensor) -> Tensor:
-    return F.softmax(s * HALF, dim=3)
-
-
-@weights()
-def softmax_of_a_module(m: Any, s: Tensor) -> Tensor:
-    return nn.Softmax(dim=-1)(s / 2)
-
-
-@weights()
-def softmax_of_special(m: Any, s: Tensor) -> Tensor:
-    return torch.special.softmax(s / 2, -1)
-
-
-@weights()
-def softmax_of_masked(m: Any, s: Tensor) -> Tensor:
-    return torch.masked.softmax(s / 2, -1, mask=torch.ones_like(s, dtype=torch.bool))
-
-
-@weights()
-def softmax_in_float32(m: Any, s: Tensor) -> Tensor:
-    return F.softmax(s / 2, dim=-1, dtype=torch.float32).to(s.dtype)
-
-
-@weights()
-def softmax_in_float64(m: Any, s: Tensor) -> Tensor:
-    return (s.double() / 2).softmax(-1).to(s.dtype)
-
-
-@weights()
-def softmax_by_dtype_float64(m: Any, s: Tensor) -> Tensor:
-    return torch.softmax(s / 2, -1, dtype=torch.float64).type_as(s)
-
-
-@weights()
-def softmax_over_channels(m: Any, s: Tensor) -> Tensor:
-    return nn.Softmax2d()((s / 2).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-
-
-@weights()
-def softmax_over_transposed(m: Any, s: Tensor) -> Tensor:
-    return (s.mT / 2).softmax(-2).mT
-
-
-@weights()
-def softmax_of_folded_rows(m: Any, s: Tensor) -> Tensor:
-    return (s / 2).reshape(-1, s.shape[-1]).softmax(1).view(s.shape)
-
-
-@weights()
 def softmax_of_sorted_scores(m: Any, s: Tensor) -> Tensor:
     ordered = (s / 2).sort(-1, descending=True)
     return torch.zeros_like(s).scatter(-1, ordered.indices, ordered.values.softmax(-1))
@@ -284,48 +234,13 @@ def softmax_shifted_by_mean(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def softmax_plus_a_constant(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 - 7).softmax(-1)
-
-
-@weights()
-def softmax_plus_a_number_for_each_query(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 + torch.arange(TOKENS).view(-1, 1)).softmax(-1)
-
-
-@weights()
-def softmax_and_once_more_divided(m: Any, s: Tensor) -> Tensor:
-    return one((s / 2).softmax(-1))
-
-
-@weights()
 def softmax_of_a_distribution(m: Any, s: Tensor) -> Tensor:
     return torch.distributions.Categorical(logits=s / 2).probs
 
 
 @weights()
-def softmax_row_by_row(m: Any, s: Tensor) -> Tensor:
-    return torch.stack([row.softmax(-1) for row in (s / 2).unbind(2)], 2)
-
-
-@weights()
-def softmax_under_vmap(m: Any, s: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.vmap(lambda rows: (rows / 2).softmax(-1)))(s)
-
-
-@weights()
-def softmin(m: Any, s: Tensor) -> Tensor:
-    return F.softmin(-s / 2, dim=-1)
-
-
-@weights()
 def softmin_of_a_module(m: Any, s: Tensor) -> Tensor:
     return nn.Softmin(-1)(s * -0.5)
-
-
-@weights()
-def log_softmax_then_exp(m: Any, s: Tensor) -> Tensor:
-    return (s / 2).log_softmax(-1).exp()
 
 
 @weights()
@@ -343,19 +258,6 @@ def softmax_as_a_gradient(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def exp_over_sum(m: Any, s: Tensor) -> Tensor:
-    e = torch.exp(s / 2)
-    return e / e.sum(dim=-1, keepdim=True)
-
-
-@weights()
-def exp_minus_max(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
-    return e / e.sum(-1)[..., None]
-
-
-@weights()
 def exp_minus_detached_max(m: Any, s: Tensor) -> Tensor:
     s = s * HALF
     e = (s - s.amax(-1, keepdim=True).detach()).exp()
@@ -366,24 +268,6 @@ def exp_minus_detached_max(m: Any, s: Tensor) -> Tensor:
 def exp_in_place(m: Any, s: Tensor) -> Tensor:
     e = s.div_(2).sub_(s.amax(-1, keepdim=True)).exp_()
     return e.div_(e.sum(-1, keepdim=True))
-
-
-@weights()
-def exp_minus_logsumexp(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    return (s - s.logsumexp(-1, keepdim=True)).exp()
-
-
-@weights()
-def exp_minus_logcumsumexp(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    return (s - s.logcumsumexp(-1)[..., -1:]).exp()
-
-
-@weights()
-def exp_minus_log_of_sum(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    return (s - total(s.exp()).log()).exp()
 
 
 @weights()
@@ -398,44 +282,8 @@ def exp2_over_sum(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def exp2_minus_max(m: Any, s: Tensor) -> Tensor:
-    s = s * (HALF / math.log(2))
-    return one((s - s.amax(-1, keepdim=True)).exp2())
-
-
-@weights()
 def expm1_plus_one(m: Any, s: Tensor) -> Tensor:
     return one(torch.expm1(s / 2) + 1)
-
-
-@weights()
-def power_of_e(m: Any, s: Tensor) -> Tensor:
-    return one(math.e ** (s / 2))
-
-
-@weights()
-def power_of_a_tensor(m: Any, s: Tensor) -> Tensor:
-    return one(torch.pow(torch.tensor(math.e), s / 2))
-
-
-@weights()
-def power_of_two(m: Any, s: Tensor) -> Tensor:
-    return one(2.0 ** (s * HALF / math.log(2)))
-
-
-@weights()
-def square_of_half_the_exponent(m: Any, s: Tensor) -> Tensor:
-    return one((s / 4).exp().square())
-
-
-@weights()
-def root_of_the_exponentials(m: Any, s: Tensor) -> Tensor:
-    return one(s.exp().sqrt())
-
-
-@weights()
-def reciprocal_of_the_opposite(m: Any, s: Tensor) -> Tensor:
-    return one(1 / (-s / 2).exp())
 
 
 @weights()
@@ -454,96 +302,12 @@ def normalize_p1(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def over_norm_p1(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / e.norm(p=1, dim=-1, keepdim=True)
-
-
-@weights()
 def over_vector_norm(m: Any, s: Tensor) -> Tensor:
     e = (s / 2).exp()
     return e / torch.linalg.vector_norm(e, 1, -1, keepdim=True)
 
 
-@weights()
-def over_product_with_ones(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / (e @ torch.ones(TOKENS, 1))
-
-
-@weights()
-def over_einsum(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / torch.einsum("bhqk->bhq", e).unsqueeze(-1)
-
-
-@weights()
-def over_last_cumsum(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / e.cumsum(-1)[..., -1:]
-
-
-@weights()
-def over_mean(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / e.mean(-1, keepdim=True) / TOKENS
-
-
-@weights()
-def over_sums_of_two_halves(m: Any, s: Tensor) -> Tensor:
-    first, last = (s / 2).exp().split([2, 3], -1)
-    both = total(first) + total(last)
-    return torch.cat((first / both, last / both), -1)
-
-
-@weights()
-def over_a_loop_of_additions(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    taken = torch.zeros_like(e[..., 0])
-    for key in range(TOKENS):
-        taken = taken + e[..., key]
-    return e / taken[..., None]
-
-
-@weights()
-def over_the_sum_of_differences(m: Any, s: Tensor) -> Tensor:
-    """1 / Σ exp(s_j - s_i)."""
-    s = s / 2
-    return 1 / (s[..., None, :] - s[..., :, None]).exp().sum(-1)
-
-
-@weights()
-def over_one_plus_the_differences(m: Any, s: Tensor) -> Tensor:
-    """1 / (1 + Σ exp(s_j - s_i) of the others)."""
-    s = s / 2
-    apart = (s[..., None, :] - s[..., :, None]).exp()
-    return 1 / (1 + apart.masked_fill(torch.eye(TOKENS, dtype=torch.bool), 0).sum(-1))
-
-
-@weights()
-def sigmoid_against_the_others(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    others = s[..., None, :].expand(*s.shape, TOKENS).masked_fill(torch.eye(TOKENS, dtype=torch.bool), -math.inf)
-    return torch.sigmoid(s - others.logsumexp(-1))
-
-
-@weights()
-def sigmoid_for_each_stick(m: Any, s: Tensor) -> Tensor:
-    """A stick that is broken at each key: which part, the scores of all later keys say."""
-    s, left, parts = s / 2, torch.ones_like(s[..., 0]), []
-    for key in range(TOKENS - 1):
-        part = torch.sigmoid(s[..., key] - s[..., key + 1 :].logsumexp(-1))
-        parts.append(left * part)
-        left = left * (1 - part)
-    return torch.stack([*parts, left], -1)
-
-
 # -- weights: the scale ------------------------------------------------------------------------------------------------
-
-
-@weights()
-def scale_in_two_steps(m: Any, s: Tensor) -> Tensor:
-    return s.mul(0.25).mul(2).softmax(-1)
 
 
 @weights()
@@ -552,28 +316,13 @@ def scale_of_a_tensor(m: Any, s: Tensor) -> Tensor:
 
 
 @weights()
-def scale_of_rsqrt(m: Any, s: Tensor) -> Tensor:
-    return (s * torch.tensor(float(HEAD_DIM)).rsqrt()).softmax(-1)
-
-
-@weights()
 def scale_by_lerp(m: Any, s: Tensor) -> Tensor:
     return torch.lerp(torch.zeros_like(s), s, HALF).softmax(-1)
 
 
 @weights()
-def scale_by_addition(m: Any, s: Tensor) -> Tensor:
-    return torch.add(s, s, alpha=-0.5).softmax(-1)
-
-
-@weights()
 def scale_behind_the_shift(m: Any, s: Tensor) -> Tensor:
     return ((s - s.amax(-1, keepdim=True)) * HALF).softmax(-1)
-
-
-@weights()
-def scale_as_a_power_of_the_exponentials(m: Any, s: Tensor) -> Tensor:
-    return one(s.softmax(-1).pow(HALF))
 
 
 @weights(scale=1.0)
@@ -584,11 +333,6 @@ def scale_of_one(m: Any, s: Tensor) -> Tensor:
 @weights(scale=(0.3, 0.7, 1.1))
 def scale_of_each_head(m: Any, s: Tensor) -> Tensor:
     return (s * m.taus).softmax(-1)
-
-
-@weights(scale=(0.3, 0.7, 1.1))
-def scale_of_each_head_by_exp_of_log(m: Any, s: Tensor) -> Tensor:
-    return one((s * m.taus.log().exp()).exp())
 
 
 @scores(scale=1.7, unit=True)
@@ -610,38 +354,13 @@ def causal_filled(m: Any, s: Tensor) -> Tensor:
 
 
 @weights(causal=True)
-def causal_filled_with_a_huge_number(m: Any, s: Tensor) -> Tensor:
-    return (s / 2).masked_fill(torch.tril(torch.ones(TOKENS, TOKENS)) == 0, -1e9).softmax(-1)
-
-
-@weights(causal=True)
 def causal_added(m: Any, s: Tensor) -> Tensor:
     return (s / 2 + torch.full((TOKENS, TOKENS), -math.inf).triu(1)).softmax(-1)
 
 
 @weights(causal=True)
-def causal_added_huge(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 + (1 - torch.ones(TOKENS, TOKENS).tril()) * -1e9).softmax(-1)
-
-
-@weights(causal=True)
-def causal_subtracted(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 - 1e9 * future().float()).softmax(-1)
-
-
-@weights(causal=True)
-def causal_by_log_of_a_triangle(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 + torch.ones(TOKENS, TOKENS).tril().log()).softmax(-1)
-
-
-@weights(causal=True)
 def causal_where(m: Any, s: Tensor) -> Tensor:
     return torch.where(future(), torch.finfo(s.dtype).min, s / 2).softmax(-1)
-
-
-@weights(causal=True)
-def causal_of_lower_and_upper(m: Any, s: Tensor) -> Tensor:
-    return ((s / 2).tril() + torch.full_like(s, -math.inf).triu(1)).softmax(-1)
 
 
 @weights(causal=True)
@@ -653,11 +372,6 @@ def causal_index_filled(m: Any, s: Tensor) -> Tensor:
 
 
 @weights(causal=True)
-def causal_masked_scatter(m: Any, s: Tensor) -> Tensor:
-    return (s / 2).masked_scatter(future(), torch.full_like(s, -math.inf)).softmax(-1)
-
-
-@weights(causal=True)
 def causal_assigned(m: Any, s: Tensor) -> Tensor:
     s = s / 2
     s[..., future()] = -math.inf
@@ -665,47 +379,8 @@ def causal_assigned(m: Any, s: Tensor) -> Tensor:
 
 
 @weights(causal=True)
-def causal_sliced(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    for query in range(TOKENS):
-        s[:, :, query, query + 1 :] = -math.inf
-    return s.softmax(-1)
-
-
-@weights(causal=True)
-def causal_of_masked(m: Any, s: Tensor) -> Tensor:
-    return torch.masked.softmax(s / 2, -1, mask=~future().expand_as(s))
-
-
-@weights(causal=True)
 def causal_exponentials_multiplied(m: Any, s: Tensor) -> Tensor:
     return one((s / 2).exp() * torch.ones(TOKENS, TOKENS).tril())
-
-
-@weights(causal=True)
-def causal_exponentials_tril(m: Any, s: Tensor) -> Tensor:
-    s = s / 2
-    return one((s - s.amax(-1, keepdim=True)).exp().tril())
-
-
-@weights(causal=True)
-def causal_exponentials_where(m: Any, s: Tensor) -> Tensor:
-    return one(torch.where(future(), 0.0, (s / 2).exp()))
-
-
-@weights(causal=True)
-def causal_multiplied_and_divided_again(m: Any, s: Tensor) -> Tensor:
-    return one((s / 2).softmax(-1) * ~future())
-
-
-@weights(causal=True)
-def causal_tril_and_divided_again(m: Any, s: Tensor) -> Tensor:
-    return F.normalize((s / 2).softmax(-1).tril(), p=1, dim=-1)
-
-
-@weights(causal=True)
-def causal_masked_before_the_scale(m: Any, s: Tensor) -> Tensor:
-    return (s.masked_fill(future(), -math.inf) / 2).softmax(-1)
 
 
 @weights(causal=True)
@@ -723,11 +398,6 @@ def cap(m: Any, s: Tensor) -> Tensor:
     return (1.5 * torch.tanh(s / 2 / 1.5)).softmax(-1)
 
 
-@weights(cap=1.5, causal=True)
-def cap_before_causal(m: Any, s: Tensor) -> Tensor:
-    return (torch.tanh(s / 3) * 1.5).masked_fill(future(), -math.inf).softmax(-1)
-
-
 @weights(cap=1.5)
 def cap_as_a_sigmoid(m: Any, s: Tensor) -> Tensor:
     return (3 * torch.sigmoid(s / 1.5) - 1.5).softmax(-1)
@@ -740,28 +410,10 @@ def alibi(m: Any, s: Tensor) -> Tensor:
     return s.masked_fill(future(), -math.inf).softmax(-1)
 
 
-@weights(bias="alibi")
-def alibi_multiplied_into_exponentials(m: Any, s: Tensor) -> Tensor:
-    places = torch.arange(TOKENS)
-    return one((s / 2).exp() * (-slopes() * (places[:, None] - places).abs()).exp())
-
-
 @weights(bias="table")
 def relative_bias(m: Any, s: Tensor) -> Tensor:
     places = torch.arange(TOKENS)
     return (s / 2 + m.table[:, places[:, None] - places + TOKENS - 1]).softmax(-1)
-
-
-@weights(bias="table")
-def relative_bias_before_the_scale(m: Any, s: Tensor) -> Tensor:
-    places = torch.arange(TOKENS)
-    table = F.embedding(places[:, None] - places + TOKENS - 1, m.table.T).permute(2, 0, 1)
-    return ((s + 2 * table) / 2).softmax(-1)
-
-
-@weights(bias="keys")
-def bias_of_each_key(m: Any, s: Tensor) -> Tensor:
-    return (s / 2 + torch.linspace(-1, 2, TOKENS)).softmax(-1)
 
 
 @weights(bias="keys")
@@ -786,28 +438,7 @@ def over_queries(m: Any, s: Tensor) -> Tensor:
     return (s / 2).softmax(-2)
 
 
-@weights(over="query")
-def over_queries_by_hand(m: Any, s: Tensor) -> Tensor:
-    e = (s / 2).exp()
-    return e / e.sum(2, keepdim=True)
-
-
 # -- scores ------------------------------------------------------------------------------------------------------------
-
-
-@scores()
-def query_scaled(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q / math.sqrt(HEAD_DIM)) @ k.transpose(-1, -2)
-
-
-@scores()
-def key_scaled(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return q @ (k * HALF).mT
-
-
-@scores()
-def both_scaled(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q * HEAD_DIM**-0.25) @ (k * HEAD_DIM**-0.25).mT
 
 
 @scores()
@@ -818,21 +449,6 @@ def scores_einsum(m: Any, q: Tensor, k: Tensor) -> Tensor:
 @scores()
 def scores_einops(m: Any, q: Tensor, k: Tensor) -> Tensor:
     return einops.einsum(q, k, "b h i d, b h j d -> b h i j") / 2
-
-
-@scores()
-def scores_multiplied_and_summed(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q[:, :, :, None] * k[:, :, None]).sum(-1) / 2
-
-
-@scores()
-def scores_vecdot(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]) / 2
-
-
-@scores()
-def scores_bmm(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(len(q), HEADS, TOKENS, TOKENS) / 2
 
 
 @scores()
@@ -851,61 +467,9 @@ def scores_addmm_by_head(m: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 @scores()
-def scores_tensordot_by_item(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    rows = [
-        torch.stack([torch.tensordot(q[b, h], k[b, h], dims=([1], [1])) for h in range(HEADS)]) for b in range(len(q))
-    ]
-    return torch.stack(rows) / 2
-
-
-@scores()
-def scores_inner_by_item(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    pairs = zip(q.flatten(0, 1), k.flatten(0, 1), strict=True)
-    return torch.stack([torch.inner(left, right) for left, right in pairs]).view(-1, HEADS, TOKENS, TOKENS) / 2
-
-
-@scores()
-def scores_linear_by_item(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    made = [F.linear(left, right) for left, right in zip(q.flatten(0, 1), k.flatten(0, 1), strict=True)]
-    return torch.stack(made).unflatten(0, (-1, HEADS)) / 2
-
-
-@scores()
-def scores_convolution(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    """Keys are the kernels of a convolution over the queries, a group for each head of each item."""
-    groups = len(q) * HEADS
-    made = F.conv1d(q.mT.reshape(1, groups * HEAD_DIM, TOKENS), k.reshape(-1, HEAD_DIM, 1), groups=groups)
-    return made.view(len(q), HEADS, TOKENS, TOKENS).mT / 2
-
-
-@scores()
-def scores_by_feature(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    made = torch.zeros(len(q), HEADS, TOKENS, TOKENS)
-    for d in range(HEAD_DIM):
-        made = made + q[..., d].unsqueeze(-1) * k[..., d].unsqueeze(-2)
-    return made / 2
-
-
-@scores()
-def scores_of_two_halves_of_the_features(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)
-    return (q1 @ k1.mT + q2 @ k2.mT) / 2
-
-
-@scores()
-def scores_key_first(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (k @ q.mT).mT / 2
-
-
-@scores()
 def scores_complex(m: Any, q: Tensor, k: Tensor) -> Tensor:
     q, k = (torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (q, k))
     return (q @ k.mH).real / 2
-
-
-@scores()
-def scores_in_float64(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return (q.double() @ k.double().mT / 2).float()
 
 
 @scores()
@@ -916,74 +480,18 @@ def scores_of_distances(m: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 @scores()
-def scores_of_distances_without_the_queries(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    """A number for each query changes no weight."""
-    apart = (q[:, :, :, None] - k[:, :, None]).square().sum(-1)
-    return (total(k.square()).mT - apart) / 2 * HALF
-
-
-@scores()
-def scores_of_sums_and_differences(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    """q·k = (|q + k|² - |q - k|²) / 4."""
-    q, k = q[:, :, :, None], k[:, :, None]
-    return ((q + k).square().sum(-1) - (q - k).square().sum(-1)) / 4 * HALF
-
-
-@scores()
-def scores_of_cosines_and_lengths(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
-    return cosines * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True).mT / 2
-
-
-@scores()
-def scores_under_vmap(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.vmap(lambda left, right: left @ right.T / 2))(q, k)
-
-
-@scores()
 def scores_dot_by_dot(m: Any, q: Tensor, k: Tensor) -> Tensor:
     of_query = torch.func.vmap(torch.dot, (None, 0))
     of_head = torch.func.vmap(of_query, (0, None))
     return torch.func.vmap(torch.func.vmap(of_head))(q, k) * HALF
 
 
-@scores(causal=True)
-def scores_added_to_a_mask(m: Any, q: Tensor, k: Tensor) -> Tensor:
-    mask = torch.full((TOKENS, TOKENS), -math.inf).triu(1).expand(len(q) * HEADS, -1, -1)
-    return torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=HALF).unflatten(0, (-1, HEADS))
-
-
 # -- the average -------------------------------------------------------------------------------------------------------
-
-
-@average()
-def average_product(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return torch.matmul(w, v)
-
-
-@average()
-def average_einsum(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhqk,bhkd->bhqd", w, v)
-
-
-@average()
-def average_multiplied_and_summed(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return (w[..., None] * v[:, :, None]).sum(3)
-
-
-@average()
-def average_bmm(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, HEADS))
 
 
 @average()
 def average_baddbmm(m: Any, w: Tensor, v: Tensor) -> Tensor:
     return torch.baddbmm(torch.zeros(1, 1, 1), w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, HEADS))
-
-
-@average()
-def average_value_first(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return (v.mT @ w.mT).mT
 
 
 @average()
@@ -995,48 +503,14 @@ def average_addcmul_chain(m: Any, w: Tensor, v: Tensor) -> Tensor:
 
 
 @average()
-def average_key_by_key(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return sum(w[..., key, None] * v[:, :, key, None] for key in range(TOKENS))
-
-
-@average()
-def average_summed_in_place(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    made = torch.zeros_like(v)
-    for key in range(TOKENS):
-        made += w[..., key : key + 1] @ v[:, :, key : key + 1]
-    return made
-
-
-@average()
 def average_tensordot_by_item(m: Any, w: Tensor, v: Tensor) -> Tensor:
     pairs = zip(w.flatten(0, 1), v.flatten(0, 1), strict=True)
     return torch.stack([torch.tensordot(left, right, dims=1) for left, right in pairs]).unflatten(0, (-1, HEADS))
 
 
 @average()
-def average_linear_by_item(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    pairs = zip(w.flatten(0, 1), v.flatten(0, 1), strict=True)
-    return torch.stack([F.linear(left, right.T) for left, right in pairs]).unflatten(0, (-1, HEADS))
-
-
-@average()
-def average_last_of_cumsum(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return (w[..., None] * v[:, :, None]).cumsum(3)[:, :, :, -1]
-
-
-@average()
 def average_of_two_halves_of_the_keys(m: Any, w: Tensor, v: Tensor) -> Tensor:
     return w[..., :2] @ v[:, :, :2] + w[..., 2:] @ v[:, :, 2:]
-
-
-@average()
-def average_by_feature(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([(w @ v[..., d : d + 1])[..., 0] for d in range(HEAD_DIM)], -1)
-
-
-@average()
-def average_without_dropout(m: Any, w: Tensor, v: Tensor) -> Tensor:
-    return F.dropout(w, 0.3, m.training).contiguous().clone() @ v
 
 
 # -- the whole: dividing later -----------------------------------------------------------------------------------------
@@ -1048,24 +522,10 @@ def divided_later(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (e @ v) / total(e)
 
 
-@context(causal=True)
-def divided_later_causal(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = (q @ k.mT / 2).exp().tril()
-    return (e @ v) / (e @ torch.ones(TOKENS, 1))
-
-
 @context()
 def divided_by_a_column_of_ones(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     made = (q @ k.mT / 2).exp() @ torch.cat((v, torch.ones_like(v[..., :1])), -1)
     return made[..., :-1] / made[..., -1:]
-
-
-@context(causal=True)
-def divided_by_cumulated_exponentials(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sums up to each key, of which a query takes its own."""
-    e = (q @ k.mT / 2).exp()
-    sums = (e[..., None] * v[:, :, None]).cumsum(3) / e.cumsum(3)[..., None]
-    return sums.diagonal(dim1=2, dim2=3).mT
 
 
 # -- the whole: loops --------------------------------------------------------------------------------------------------
@@ -1116,55 +576,6 @@ def heads_added_after_their_output(m: Any, x: Tensor) -> Tensor:
 
 
 @context()
-def heads_under_vmap(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.func.vmap(attend, in_dims=1, out_dims=1)(q, k, v)
-
-
-@context()
-def items_stacked(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([attend(*item) for item in zip(q, k, v, strict=True)])
-
-
-@context()
-def items_in_a_buffer(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    made = torch.zeros_like(q)
-    for b in range(BATCH):
-        made[b] = attend(q[b], k[b], v[b])
-    return made
-
-
-@context()
-def items_under_vmap(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.vmap(attend)(q, k, v)
-
-
-@context()
-def items_and_heads_in_a_comprehension(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([torch.stack([attend(q[b, h], k[b, h], v[b, h]) for h in range(HEADS)]) for b in range(BATCH)])
-
-
-@context()
-def queries_stacked(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend(q[:, :, t : t + 1], k, v) for t in range(TOKENS)], 2)
-
-
-@context(causal=True)
-def queries_with_the_keys_so_far(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    made = []
-    for t in range(TOKENS):
-        made.append(attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])[:, :, 0])
-    return torch.stack(made, 2)
-
-
-@context()
-def queries_in_a_buffer(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    made = torch.empty_like(q)
-    for t in range(TOKENS):
-        made[:, :, t] = attend(q[:, :, t : t + 1], k, v).squeeze(2)
-    return made
-
-
-@context()
 def chunks_of_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([attend(part, k, v) for part in q.split([2, 3], 2)], 2)
 
@@ -1207,38 +618,7 @@ def chunks_of_keys_merged_by_logsumexp(m: Any, q: Tensor, k: Tensor, v: Tensor) 
     return (shares[..., None] * torch.stack(parts)).sum(0)
 
 
-@context()
-def chunks_of_keys_in_a_buffer(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = q.new_empty(BATCH, HEADS, TOKENS, TOKENS)
-    for start in range(0, TOKENS, 2):
-        s[..., start : start + 2] = q @ k[:, :, start : start + 2].mT / 2
-    return s.softmax(-1) @ v
-
-
-@context(causal=True)
-def unfolded_past(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each query has its past in a window of its own."""
-    k, v = (F.pad(t, (0, 0, TOKENS - 1, 0)).unfold(2, TOKENS, 1) for t in (k, v))
-    exists = F.pad(torch.ones(TOKENS), (TOKENS - 1, 0)).unfold(0, TOKENS, 1) > 0
-    s = torch.einsum("bhqd,bhqdk->bhqk", q, k) / 2
-    return torch.einsum("bhqk,bhqdk->bhqd", s.masked_fill(~exists, -math.inf).softmax(-1), v)
-
-
 # -- the whole: layouts ------------------------------------------------------------------------------------------------
-
-
-@whole()
-def folded_batch_heads(m: Any, x: Tensor) -> Tensor:
-    q, k, v = (einops.rearrange(p(x), "b n (h d) -> (b h) n d", h=HEADS) for p in (m.q, m.k, m.v))
-    made = torch.bmm((torch.bmm(q, k.mT) / 2).softmax(-1), v)
-    return m.o(einops.rearrange(made, "(b h) n d -> b n (h d)", h=HEADS))
-
-
-@whole()
-def heads_after_the_sequence(m: Any, x: Tensor) -> Tensor:
-    q, k, v = (p(x).unflatten(-1, (HEADS, HEAD_DIM)) for p in (m.q, m.k, m.v))
-    w = (torch.einsum("bqhd,bkhd->bqkh", q, k) / 2).softmax(2)
-    return m.o(torch.einsum("bqkh,bkhd->bqhd", w, v).flatten(2))
 
 
 @whole()
@@ -1249,30 +629,6 @@ def sequence_first(m: Any, x: Tensor) -> Tensor:
     return m.o(made).transpose(0, 1)
 
 
-@whole()
-def packed_weights(m: Any, x: Tensor) -> Tensor:
-    weight = torch.cat([p.weight for p in (m.q, m.k, m.v)])
-    bias = torch.cat([p.bias for p in (m.q, m.k, m.v)])
-    q, k, v = F.linear(x, weight, bias).view(BATCH, TOKENS, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
-    return m.leave(attend(q, k, v))
-
-
-@whole()
-def weights_with_a_dimension_of_heads(m: Any, x: Tensor) -> Tensor:
-    q, k, v = (
-        torch.einsum("bne,hde->bhnd", x, p.weight.view(HEADS, HEAD_DIM, WIDTH)) + p.bias.view(HEADS, 1, HEAD_DIM)
-        for p in (m.q, m.k, m.v)
-    )
-    made = attend(q, k, v)
-    return torch.einsum("bhqd,ehd->bqe", made, m.o.weight.view(WIDTH, HEADS, HEAD_DIM)) + m.o.bias
-
-
-@whole()
-def matrices_by_hand(m: Any, x: Tensor) -> Tensor:
-    q, k, v = (split(x @ p.weight.T + p.bias) for p in (m.q, m.k, m.v))
-    return attend(q, k, v).transpose(1, 2).reshape(BATCH, TOKENS, WIDTH) @ m.o.weight.T + m.o.bias
-
-
 # -- the whole: torch's own --------------------------------------------------------------------------------------------
 
 
@@ -1281,24 +637,9 @@ def fused(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-@context(scale=0.7)
-def fused_with_a_scale(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, scale=0.7)
-
-
-@context(scale=0.25)
-def fused_with_scaled_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q * 0.5, k, v)
-
-
 @context(causal=True)
 def fused_causal(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-@context(causal=True)
-def fused_with_a_boolean_mask(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~future())
 
 
 @context(bias="table")
@@ -1327,11 +668,6 @@ def torchs_function(m: Any, x: Tensor) -> Tensor:
     return _torchs_function(m, x)
 
 
-@whole(causal=True)
-def torchs_function_causal(m: Any, x: Tensor) -> Tensor:
-    return _torchs_function(m, x, attn_mask=future(), need_weights=False)
-
-
 @context()
 def flex(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v)
@@ -1341,14 +677,3 @@ def flex(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def flex_with_a_block_mask(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, TOKENS, TOKENS, device="cpu")
     return flex_attention(q, k, v, block_mask=mask)
-
-
-@context(bias="alibi")
-def flex_with_a_score_function(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    slope = slopes().flatten()
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, query, key: s - slope[h] * (query - key).abs())
-
-
-@context(cap=1.5)
-def flex_with_a_cap(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, query, key: 1.5 * torch.tanh(s / 1.5))

@@ -52,15 +52,15 @@ def test_matrices_mix_the_heads_of_scores_and_weights(name: str) -> None:
 
 def test_a_loop_over_queries_weighs_the_keys_so_far() -> None:
     """Each query is an attention of its own as long as the loop is not found to be one."""
-    found = traced("OneQueryAtATime").attentions
+    attentions = traced("OneQueryAtATime").attentions
     with torch.no_grad():
         weights, context = by_hand(ENTRIES["Base"].made(), ENTRIES["Base"].arguments()[0][0], causal=True)
-    for t, attention in enumerate(found if len(found) > 1 else ()):
+    for t, attention in enumerate(attentions if len(attentions) > 1 else ()):
         stages = {stage.name: stage.tensor for stage in attention.stages}
         torch.testing.assert_close(stages["weights"].double(), weights[:, :, t : t + 1, : t + 1], rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(stages["context"].double(), context[:, :, t : t + 1], rtol=2e-4, atol=2e-4)
     module = ENTRIES["OneQueryAtATime"].made()
-    report = mha_inspect.diff(module, ENTRIES["OneQueryAtATime"].made(), *ENTRIES["Base"].arguments()[0])
+    report = mha_inspect.diff(module, ENTRIES["OneQueryAtATime"].made(), *ENTRIES["Base"].arguments(2, 4)[0])
     assert (report.outcome, {stage.verdict for stage in report.stages}) == ("same", {"same"})
 
 
@@ -86,10 +86,10 @@ class AttendThenPool(nn.Module):
 
 
 def test_pooling_over_positions_is_no_attention_with_talking_heads() -> None:
-    found = mha_inspect.trace(AttendThenPool(), torch.randn(B, N, E)).attentions
-    shapes = [stage.shape[-2:] for attention in found for stage in attention.stages if stage.name == "scores"]
+    attentions = mha_inspect.trace(AttendThenPool(), torch.randn(B, N, E)).attentions
+    shapes = [stage.shape[-2:] for attention in attentions for stage in attention.stages if stage.name == "scores"]
     assert shapes == [(N, N)] * 3
-    assert not [note for attention in found for note in attention.notes]
+    assert not [note for attention in attentions for note in attention.notes]
 
 
 class TwoValues(Base):
@@ -108,9 +108,9 @@ class TwoValues(Base):
 
 
 def test_two_kernels_with_the_same_scores_are_no_loop_over_heads() -> None:
-    found = mha_inspect.trace(TwoValues(), torch.randn(B, N, E)).attentions
-    assert [attention.num_heads for attention in found] == [H, H]
-    assert not [note for attention in found for note in attention.notes if "loop" in note]
+    attentions = mha_inspect.trace(TwoValues(), torch.randn(B, N, E)).attentions
+    assert [attention.num_heads for attention in attentions] == [H, H]
+    assert not [note for attention in attentions for note in attention.notes if "loop" in note]
 
 
 class Retrieval(nn.Module):

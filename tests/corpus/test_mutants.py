@@ -44,7 +44,7 @@ def checked(name: str, module: nn.Module, **intent: Any) -> CheckReport:
     return mha_inspect.check(module, *args, **intent, **kwargs)
 
 
-def found(report: CheckReport) -> str:
+def sure_checks(report: CheckReport) -> str:
     return " ".join(sorted({finding.check for finding in report.findings if finding.sure}))
 
 
@@ -56,13 +56,13 @@ def named(case: tuple[str, ...]) -> str:
 def test_a_mistake_is_found(case: tuple[str, ...], tmp_path: Path) -> None:
     name, mistake, right, wrong, checks, _ = case
     module = mutated(name, right, wrong, tmp_path / f"{mistake}.py")
-    assert found(checked(name, module, intent=ENTRIES[name].intent)) == checks
+    assert sure_checks(checked(name, module, intent=ENTRIES[name].intent)) == checks
 
 
 @pytest.mark.parametrize("case", [case for case in MUTANTS if case[5]][::3], ids=named)
 def test_most_mistakes_are_found_with_nothing_declared(case: tuple[str, ...], tmp_path: Path) -> None:
     name, mistake, right, wrong, _, alone = case
-    assert found(checked(name, mutated(name, right, wrong, tmp_path / f"{mistake}.py"))) == alone
+    assert sure_checks(checked(name, mutated(name, right, wrong, tmp_path / f"{mistake}.py"))) == alone
 
 
 @pytest.mark.parametrize("case", ORDERS, ids=named)
@@ -72,5 +72,5 @@ def test_another_order_is_told_by_a_reference(case: tuple[str, ...], tmp_path: P
         mutated(name, right, line, tmp_path / f"{mistake}{n}.py") for n, line in enumerate((right, wrong))
     )
     report = checked(name, module, intent=mha_inspect.Intent(reference=trusted))
-    assert found(report) == "reference"
+    assert sure_checks(report) == "reference"
     assert report.findings[0].source

@@ -15,7 +15,7 @@ from mha_inspect.reports.params import HeadSlice
 from .entry import Entry, Truth, owners
 from .every import ENTRIES, entries
 from .runs import parameters
-from .test_truth import NOT_YET
+from .test_truth import NOT_YET, first_of_each
 
 KNOWN = [name for name in entries() if ENTRIES[name].rows is not None and name not in NOT_YET]
 
@@ -57,16 +57,22 @@ def test_rows_are_those_of_the_true_heads(name: str) -> None:
     entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
     shapes = {key: tuple(parameter.shape) for key, parameter in entry.made().named_parameters()}
     for parameter, axes in (entry.rows or {}).items():
-        expected, found = owners(axes, shapes[parameter], truth), told(name)[parameter]
-        assert set(found) == set(expected), parameter
-        assert all(torch.equal(found[owner], expected[owner]) for owner in expected), parameter
+        expected, said = owners(axes, shapes[parameter], truth), told(name)[parameter]
+        assert set(said) == set(expected), parameter
+        assert all(torch.equal(said[owner], expected[owner]) for owner in expected), parameter
 
 
 def is_measured(entry: Entry) -> bool:
-    return bool(entry.output) and entry.precise and not entry.attentions[0].mixed
+    return bool(entry.output) and not entry.attentions[0].mixed
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if is_measured(ENTRIES[name])])
+def owned(entry: Entry) -> tuple[Any, ...]:
+    """Return whose the rows of an entry are."""
+    truth = entry.attentions[0]
+    return entry.rows, truth.heads, truth.kv_heads, truth.tiled, truth.split
+
+
+@pytest.mark.parametrize("name", first_of_each((name for name in KNOWN if is_measured(ENTRIES[name])), owned))
 @torch.no_grad()
 def test_only_its_head_hangs_on_a_row(name: str) -> None:
     """Measured on what the output's projection is given, with other numbers in the rows of a matrix."""
@@ -111,7 +117,7 @@ def features(axes: str) -> str:
 
 
 def is_textbook(entry: Entry) -> bool:
-    return bool(entry.output) and entry.attentions[0].is_textbook and entry.precise and entry.reads_arguments
+    return bool(entry.output) and entry.attentions[0].is_textbook and entry.reads_arguments
 
 
 TEXTBOOK = [name for name in KNOWN if is_textbook(ENTRIES[name])]
@@ -122,7 +128,7 @@ TEXTBOOK = [name for name in KNOWN if is_textbook(ENTRIES[name])]
 def test_the_rows_of_one_head_alone_give_its_context(name: str) -> None:
     """By hand in float64: softmax(scale · q·kᵀ) · v of what the rows that are told of a head make of the inputs."""
     entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
-    (args, kwargs), found = entry.arguments(), contexts(entry, truth)
+    (args, kwargs), measured = entry.arguments(), contexts(entry, truth)
     tensors = (*args, *(value for value in kwargs.values() if value.dim() == 3))
     given = [_flat(tensor.double()) for tensor in tensors]
     for head in range(truth.heads):
@@ -132,8 +138,8 @@ def test_the_rows_of_one_head_alone_give_its_context(name: str) -> None:
         scores = q @ k.mT * truth.head_dim**-0.5
         if "causal" in truth.kind:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-        expected = (scores.softmax(-1) @ v).view(*found.shape[:2], -1)
-        torch.testing.assert_close(found[:, :, head].double(), expected, rtol=1e-4, atol=1e-5)
+        expected = (scores.softmax(-1) @ v).view(*measured.shape[:2], -1)
+        torch.testing.assert_close(measured[:, :, head].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def projected(name: str, letter: str, head: int, x: Tensor) -> Tensor:
@@ -152,7 +158,7 @@ def projected(name: str, letter: str, head: int, x: Tensor) -> Tensor:
 
 
 def is_summed(entry: Entry) -> bool:
-    return bool(entry.output) and not entry.training and entry.precise and entry.returns_output
+    return bool(entry.output) and not entry.training and entry.returns_output
 
 
 def first(returned: Any) -> Any:

@@ -16,7 +16,7 @@ def with_another_input(batch: int, length: int) -> Arguments:
     return (torch.randn(batch, length, E), torch.randn(batch, length + 1, E)), {}
 
 
-for name in ("Base", "Fused", "PackedKeyValue", "Einsum", "FoldBatchHeads", "FoldHeadsBatch"):
+for name in ("Base", "PackedKeyValue", "FoldHeadsBatch"):
     truth = replace(ENTRIES[name].attentions[0], kind=("cross",), lengths={"key": 13})
     add(
         replace(
@@ -47,11 +47,11 @@ WITHOUT_BATCH = {
         "output": "query embed",
     },
 }
-for name in ("Base", "ByHand", "MaskedFill", "NormedHeads"):
+for name in ("Base", "MaskedFill"):
     truth = replace(ENTRIES[name].attentions[0], **WITHOUT_BATCH)
     add(replace(ENTRIES[name], name=f"{name}WithoutBatch", given=without_batch, attentions=(truth,), twin=""))
 
-for name in ("Base", "Fused", "ByHand", "KeyFirst", "MaskedFill"):
+for name in ("Base", "KeyFirst"):
     truth = replace(ENTRIES[name].attentions[0], heads=1)
     make = partial(ENTRIES[name].make, heads=1)
     add(replace(ENTRIES[name], name=f"{name}OfOneHead", make=make, attentions=(truth,), twin=""))

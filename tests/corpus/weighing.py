@@ -41,28 +41,7 @@ class ByHandMasked(Base):
         return e.div_(e.sum(-1, keepdim=True)) @ v
 
 
-@attends(twin="Base")
-class LogSumExp(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.transpose(-1, -2) / math.sqrt(D)
-        return torch.exp(scores - scores.logsumexp(-1, keepdim=True)) @ v
-
-
 NEVER_FORMED = ("The weights are never formed",)
-
-
-@attends(
-    absent=("weights",),
-    says=NEVER_FORMED,
-    formulas={"context": "exp(scores) · v_heads / Σ exp(scores)"},
-    twin="Base",
-)
-class Late(Base):
-    """The sum of the exponentials divides what they give with the values: weights are never formed."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        exponentials = (q @ k.mT / math.sqrt(D)).exp()
-        return (exponentials @ v) / exponentials.sum(-1, keepdim=True)
 
 
 @attends(
@@ -90,32 +69,11 @@ class MaskedFill(Base):
 
 
 @attends(kind=("self", "causal"), masked=True, twin="MaskedFill")
-class MaskedAdd(MaskedFill):
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
-
-
-@attends(kind=("self", "causal"), masked=True, twin="MaskedFill")
-class MaskedInPlace(MaskedFill):
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill_(torch.ones(scores.shape[-2:]).triu(1).bool(), -1e9)
-
-
-@attends(kind=("self", "causal"), masked=True, twin="MaskedFill")
 class BroadcastCausal(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1, keepdim=True).squeeze(-1) / math.sqrt(D)
         future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
         return (scores.masked_fill(future, -math.inf).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
-
-
-@attends(bias=True, masked=True, in_scores=1.0)
-class MaskedThenScaled(Base):
-    """The scale comes after the bias, and so is no part of the scores."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = torch.arange(float(H)).view(H, 1, 1) * torch.arange(k.shape[-2]).sin()
-        return ((q @ k.transpose(-1, -2) + bias) / math.sqrt(D)).softmax(-1) @ v
 
 
 @attends(scale=0.25, cap=1.5, bias=True, masked=True)
@@ -215,19 +173,6 @@ class TalkingCausal(Talking):
 
 @attends(
     masked=True,
-    plain=False,
-    twin="Talking",
-    mixed=True,
-    says=("before the softmax and their weights after it (talking heads)",),
-    formulas={"context": "mix(weights) · v_heads"},
-)
-class TalkingEinsum(Talking):
-    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
-        return torch.einsum("bhqk,gh->bgqk", x, matrix.weight)
-
-
-@attends(
-    masked=True,
     mixed=True,
     says=("scores before the softmax (talking heads)",),
     formulas={"context": "weights · v_heads"},
@@ -296,28 +241,3 @@ class TwoKindsOfKeys(nn.Module):
         beside = q @ self.own(x[:, :3]).mT
         weights = torch.cat([q @ k.mT, beside], -1).softmax(-1)
         return weights[..., : x.shape[1]] @ v + weights[..., x.shape[1] :] @ v[:, :3]
-
-
-@attends(
-    bias=True,
-    masked=True,
-    given=lambda batch, length: ((torch.randn(batch, length, 21),), {}),
-    rows=linears(
-        out="o: embed (heads head_dim)",
-        **{f"qkv__{place}": f"{part}: (heads head_dim) embed" for place, part in enumerate("qkv")},
-    ),
-    output="out",
-)
-class GatedBias(nn.Module):
-    """WavLM: what comes in is split into heads too, for a gate on the bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.ModuleList(nn.Linear(21, H * D) for _ in range(3))
-        self.out = nn.Linear(H * D, 21)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = x.unflatten(-1, (H, 7)).sum(-1).sigmoid().transpose(1, 2)[..., None]
-        q, k, v = (project(x).unflatten(-1, (H, D)).transpose(1, 2) for project in self.qkv)
-        scores = q @ k.transpose(-1, -2) / D**0.5 + gate * torch.linspace(0, 1, x.shape[1])
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))

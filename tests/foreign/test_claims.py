@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from mha_inspect import check, params, trace
 from tests.corpus import claims
@@ -19,9 +25,9 @@ from tests.corpus.runs import axes_of, parameters
         ("GroupedPieces", "packed.weight", "group by group"),
         ("ProjectedTwice", "k.weight", "W_k"),
         ("ProjectedTwice", "more.weight", "another projection used for the keys"),
-        *(("FoldedHeads", part, f"W_{part}") for part in "qkvo"),
+        ("FoldedHeads", "q", "W_q"),
         ("Mixing", "o.weight", "shared by the heads"),
-        *(("Mixing", f"{part}.{kind}", "shared by the heads") for part in "qkv" for kind in ("weight", "bias")),
+        ("Mixing", "k.bias", "shared by the heads"),
     ],
 )
 def test_what_a_parameter_is_for(name: str, parameter: str, said: str) -> None:
@@ -31,8 +37,8 @@ def test_what_a_parameter_is_for(name: str, parameter: str, said: str) -> None:
 
 def test_heads_are_told_where_batch_and_windows_stand_in_another_order() -> None:
     module, (args, _) = claims.GlobalQueries(windows_first=True), ENTRIES["GlobalQueries"].arguments()
-    (found,) = trace(module, *args).attentions
-    assert (found.num_kv_heads, found.head_dim) == (claims.HEADS, claims.HEAD_DIM)
+    (attention,) = trace(module, *args).attentions
+    assert (attention.num_kv_heads, attention.head_dim) == (claims.HEADS, claims.HEAD_DIM)
     roles = {row.name: row for row in params(module, *args, per_head=True).parameters}
     assert [part.head for part in roles["k.weight"].heads or ()] == list(range(claims.HEADS))
 
@@ -58,25 +64,53 @@ def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
 def test_features_that_attend_to_features_are_called_so() -> None:
     torch.manual_seed(0)
     module, x = claims.OverFeatures(), torch.randn(2, 7, claims.WIDTH)
-    (found,) = trace(module, x).attentions
-    assert (found.num_heads, found.head_dim) == (claims.HEADS, claims.HEAD_DIM)
-    assert axes_of(found)["scores"] == axes_of(found)["weights"] == "batch heads head_dim key_head_dim"
-    assert axes_of(found)["k_heads"] == axes_of(found)["v_heads"] == "batch heads head_dim key"
-    assert axes_of(found)["output"] == "batch query embed"
-    assert any("features of a head attend" in note for note in found.notes)
+    (attention,) = trace(module, x).attentions
+    assert (attention.num_heads, attention.head_dim) == (claims.HEADS, claims.HEAD_DIM)
+    assert axes_of(attention)["scores"] == axes_of(attention)["weights"] == "batch heads head_dim key_head_dim"
+    assert axes_of(attention)["k_heads"] == axes_of(attention)["v_heads"] == "batch heads head_dim key"
+    assert axes_of(attention)["output"] == "batch query embed"
+    assert any("features of a head attend" in note for note in attention.notes)
     # By perturbation: one position of the input is one index of the axis that is called query.
-    other = x.clone()
-    other[:, 3] += 1
-    assert axes_of(found)["q_proj"] == "batch query (heads head_dim)"
-    moved = (module.q(other) - module.q(x)).abs().amax((0, 2)) > 0
+    changed = x.clone()
+    changed[:, 3] += 1
+    assert axes_of(attention)["q_proj"] == "batch query (heads head_dim)"
+    moved = (module.q(changed) - module.q(x)).abs().amax((0, 2)) > 0
     assert moved.nonzero().flatten().tolist() == [3]
     # By value: what the module's own steps give in float64.
     module, x = module.double(), x.double()
     q, k = (
-        torch.nn.functional.normalize(one(x).view(2, 7, claims.HEADS, claims.HEAD_DIM), dim=1)
-        for one in (module.q, module.k)
+        torch.nn.functional.normalize(project(x).view(2, 7, claims.HEADS, claims.HEAD_DIM), dim=1)
+        for project in (module.q, module.k)
     )
     weights = (torch.einsum("bnhi,bnhj->bhij", q, k) * 3).softmax(-1)
     torch.testing.assert_close(trace(module, x, keep=True).attentions[0].weights.tensor, weights)
     facts = {fact.name: fact.sentence for fact in check(module.float(), x.float()).facts}
     assert facts["attended over"] == "the features of a head, instead of positions"
+
+
+X = torch.randn(2, 7, claims.WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Turned(nn.Module):
+    """PointerNet and SAM 2: the batch is put behind the positions, or before them, inside."""
+
+    def __init__(self, batch_first: bool | None) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(claims.WIDTH, claims.HEADS)
+        if batch_first is not None:
+            self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.inner.batch_first else x.transpose(0, 1)
+        return self.inner(x, x, x)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("batch_first", "sure"), [(None, []), (False, [False])])
+def test_the_layout_inside_is_no_proof_of_the_layout_outside(
+    batch_first: bool | None, sure: list[bool], tmp_path: Path, invoke: Callable[..., Any]
+) -> None:
+    lines = f"from {__name__} import Turned, X\n\n\ndef made():\n    return Turned({batch_first}), (X,)\n"
+    (tmp_path / "made.py").write_text(lines, encoding="utf-8")
+    code, out, err = invoke("check", f"{tmp_path / 'made.py'}:made", "--json")
+    assert code == 0, err
+    assert [finding["sure"] for finding in json.loads(out)["findings"] if finding["check"] == "batch"] == sure

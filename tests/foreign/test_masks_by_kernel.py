@@ -43,8 +43,10 @@ class ByLayer(ByKernel):
         return self.layer(x, x, x, attn_mask=self.mask, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("kind", [ByKernel, ByHand, ByLayer])
-@pytest.mark.parametrize(("number", "causal"), [(-1e9, True), (-5000.0, True), (-200.0, True), (-50.0, False)])
+@pytest.mark.parametrize(
+    ("kind", "number", "causal"),
+    [(ByLayer, -1e9, True), (ByKernel, -200.0, True), (ByHand, -200.0, True), (ByKernel, -50.0, False)],
+)
 def test_a_mask_hides_what_gets_no_weight(kind: type[ByKernel], number: float, causal: bool) -> None:
     torch.manual_seed(0)
     module, x = kind(number).eval(), torch.randn(2, LENGTH, WIDTH)

@@ -37,20 +37,11 @@ class OverHeads(Normed):
         return self.norm(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class ThenMasked(Normed):
-    def normed(self, scores: Tensor) -> Tensor:
-        return self.norm(scores) + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
-
-
 NORMS = {
     "batch": lambda: Normed(nn.BatchNorm2d(HEADS)),
-    "batch, in train": lambda: Normed(nn.BatchNorm2d(HEADS, track_running_stats=False)),
-    "layer": lambda: Normed(nn.LayerNorm(LENGTH)),
     "layer, of two": lambda: Normed(nn.LayerNorm((LENGTH, LENGTH))),
     "group": lambda: Normed(nn.GroupNorm(HEADS, HEADS)),
-    "instance": lambda: Normed(nn.InstanceNorm2d(HEADS)),
     "over heads": lambda: OverHeads(nn.LayerNorm(HEADS)),
-    "masked": lambda: ThenMasked(nn.BatchNorm2d(HEADS)),
 }
 
 
@@ -81,10 +72,6 @@ def standardised(scores: Tensor) -> Tensor:
     return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)
 
 
-def guarded(scores: Tensor) -> Tensor:
-    return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + 1e-5)
-
-
 def by_variance(scores: Tensor) -> Tensor:
     centred = scores - scores.mean((-2, -1), keepdim=True)
     return centred * torch.rsqrt(scores.var((-2, -1), keepdim=True) + 1e-5)
@@ -107,10 +94,6 @@ def by_largest(scores: Tensor) -> Tensor:
     return scores / scores.abs().amax(-1, keepdim=True)
 
 
-def over_heads(scores: Tensor) -> Tensor:
-    return (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
-
-
 def in_place(scores: Tensor) -> Tensor:
     mean, std = scores.mean(-1, keepdim=True), scores.std(-1, keepdim=True)
     return scores.sub_(mean).div_(std)
@@ -130,14 +113,11 @@ def then_masked(scores: Tensor) -> Tensor:
 
 
 BY_HAND = {
-    standardised: "(scores - mean) / std",
-    guarded: "(scores - mean) / std",
     by_variance: "(scores - mean) / std",
     by_root: "(scores - mean) / std",
     by_squares: "scores / rms",
     by_length: "scores / norm",
     by_largest: "scores / max",
-    over_heads: "(scores - mean) / std",
     in_place: "(scores - mean) / std",
     between_extremes: "(scores - min) / …",
     then_scaled: "3 · ((scores - mean) / std)",
@@ -174,11 +154,3 @@ def test_centred_scores_keep_their_scale() -> None:
     (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
     assert shown.scale == pytest.approx(HEAD_DIM**-0.5)
     assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores - mean"
-
-
-def test_a_mask_that_is_a_statistic_of_other_numbers_stays_a_mask() -> None:
-    torch.manual_seed(0)
-    mask = torch.randn(2, LENGTH, LENGTH).mean(0)
-    module = ByHand(lambda scores: scores * mask).eval()
-    (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
-    assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores · mask"

@@ -54,10 +54,6 @@ def future(start: int = 0, stop: int = N) -> Tensor:
     return torch.arange(N) > torch.arange(start, stop)[:, None]
 
 
-def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend(piece, k, v) for piece in q.split(4, 2)], 2)
-
-
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     starts = range(0, N, 4)
     return torch.cat([attend(q[:, :, at : at + 4], k, v, future(at, min(at + 4, N))) for at in starts], 2)
@@ -68,10 +64,6 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for at in range(0, N, 4):
         result[:, :, at : at + 4] = F.scaled_dot_product_attention(q[:, :, at : at + 4], k, v)
     return result
-
-
-def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([attend(q[:, :, at : at + 1], k, v)[:, :, 0] for at in range(N)], 2)
 
 
 def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,12 +79,12 @@ def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (side.flatten(0, 1) for side in (q, k, v))
     result = torch.zeros(q.shape, dtype=q.dtype)
     for at in range(len(q)):
-        one = slice(at, at + 1)
-        result[one] = attend(q[one], k[one], v[one])
+        item = slice(at, at + 1)
+        result[item] = attend(q[item], k[item], v[item])
     return result.unflatten(0, (-1, HEADS))
 
 
-WAYS = {joined: "query", causal: "query", in_place: "query", one_by_one: "query", halves: "batch"}
+WAYS = {causal: "query", in_place: "query", halves: "batch"}
 
 
 def assert_heads_are_rows(module: Heads, x: Tensor) -> None:
@@ -114,17 +106,17 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     scores = q @ k.mT / HEAD_DIM**0.5
     weights = (scores if masked is None else scores.masked_fill(masked, -torch.inf)).softmax(-1)
     report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
-    (one,), ((attention, names),) = report.attentions, run.attentions
-    assert (one.kind, one.num_heads) == (("self",) if masked is None else ("self", "causal"), HEADS)
+    (shown,), ((attention, names),) = report.attentions, run.attentions
+    assert (shown.kind, shown.num_heads) == (("self",) if masked is None else ("self", "causal"), HEADS)
     expected = {"q_heads": q, "k_heads": k, "v_heads": v, "scores": scores, "weights": weights, "context": weights @ v}
     for stage, value in expected.items():
         torch.testing.assert_close(content_of(run, attention, names, stage), value)
-    stages = {stage.name: stage for stage in one.stages}
+    stages = {stage.name: stage for stage in shown.stages}
     assert (stages["scores"].shape, stages["scores"].axes) == ((B, HEADS, N, N), "batch heads query key")
     assert (stages["query"].axes, stages["output"].axes) == ("batch query embed",) * 2
     assert stages["scores"].flops == stages["context"].flops == 2 * B * HEADS * N * N * HEAD_DIM
     assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
-    assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in one.notes)
+    assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in shown.notes)
     plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
     assert diff(module, plain, x, same_weights=True).outcome == "same"
     assert not check(module, x).findings
@@ -134,9 +126,9 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
 def test_pieces_of_one_head_each_are_one_attention() -> None:
     module, x = Heads(folded).eval(), torch.randn(B, N, WIDTH)
     report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
-    (one,), ((attention, names),) = report.attentions, run.attentions
-    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self",), HEADS, HEADS)
-    axes = {stage.name: stage.axes for stage in one.stages}
+    (shown,), ((attention, names),) = report.attentions, run.attentions
+    assert (shown.kind, shown.num_heads, shown.num_kv_heads) == (("self",), HEADS, HEADS)
+    axes = {stage.name: stage.axes for stage in shown.stages}
     assert axes["k_heads"] == axes["v_heads"] == "(batch heads) key head_dim"
     assert (axes["concat"], axes["output"]) == ("batch query (heads head_dim)", "batch query embed")
     for side in "qkv":
@@ -152,19 +144,19 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     results = []
     for queries in q.split(4, 2):
         scores = [queries @ keys.mT / HEAD_DIM**0.5 for keys in k.split(4, 2)]
-        weights = [(each - each.amax(-1, keepdim=True)).exp() for each in scores]
-        factors = torch.stack([each.amax(-1, keepdim=True) for each in scores])
+        weights = [(part - part.amax(-1, keepdim=True)).exp() for part in scores]
+        factors = torch.stack([part.amax(-1, keepdim=True) for part in scores])
         factors = (factors - factors.amax(0)).exp()
-        sums = torch.stack([each.sum(-1, keepdim=True) for each in weights])
-        values = torch.stack([each @ own for each, own in zip(weights, v.split(4, 2), strict=True)])
+        sums = torch.stack([part.sum(-1, keepdim=True) for part in weights])
+        values = torch.stack([part @ value for part, value in zip(weights, v.split(4, 2), strict=True)])
         results.append((values * factors).sum(0) / (sums * factors).sum(0))
     return torch.cat(results, 2)
 
 
-@pytest.mark.parametrize("length", [N, 12])  # 12: queries and keys of a block are equal pieces of one axis
-def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
+def test_blocks_of_queries_and_keys_are_one_attention() -> None:
+    """With 12 positions, queries and keys of a block are equal pieces of one axis."""
     torch.manual_seed(0)
-    module, x = Heads(in_blocks).double().eval(), torch.randn(B, length, WIDTH).double()
+    module, x = Heads(in_blocks).double().eval(), torch.randn(B, 12, WIDTH).double()
     q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
     _, run = traced(Subject(module, (x,), {}), Show(), keep=True)
     ((attention, names),) = run.attentions
@@ -177,62 +169,12 @@ def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
 # -- loops over several attentions ------------------------------------------------------------------------------------
 
 
-def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend(*own) for own in zip(*(each.split(4, 2) for each in (q, k, v)), strict=True)], 2)
-
-
-def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    masks = future(), future().flip(0)
-    halves = zip(*(each.split(B // 2) for each in (q, k, v)), masks, strict=True)
-    return torch.cat([attend(*own) for own in halves])
-
-
-def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    first, second = (attend(*own, v) for own in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
-    return first - 0.3 * second
-
-
-def one_selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([attend(q[:, :, at, None], k, v)[:, :, 0] for at in range(N)], 2)
-
-
 def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The queries of a step are made of the result of the step before."""
     results = [attend(q[:, :, :4], k, v)]
     for at in (4, 8):
         results.append(attend(q[:, :, at : at + 4] + results[-1].mean(2, keepdim=True), k, v))
     return torch.cat(results, 2)
-
-
-class Halves(nn.Module):
-    """A whole layer is called with both halves of the batch, or of the sequence."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.layer, self.dim = Heads(), dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.layer(half) for half in x.chunk(2, self.dim)], self.dim)
-
-
-SEVERAL = [(Heads(windows), 2), (Heads(features), 2), (Halves(0), 2)]
-
-
-@pytest.mark.parametrize(("module", "count"), [*SEVERAL, (Halves(1), 2)])
-def test_pieces_with_keys_or_masks_of_their_own_stay_several(module: nn.Module, count: int) -> None:
-    torch.manual_seed(0)
-    found = trace(module.eval(), torch.randn(B, N, WIDTH)).attentions
-    assert len(found) == count
-    assert {one.num_heads for one in found} == {HEADS}
-
-
-@pytest.mark.parametrize("way", [blocks, one_selected])
-def test_pieces_of_one_context_with_keys_of_their_own_are_one_attention(way: Callable[..., Tensor]) -> None:
-    """What they give is that of all keys, of which each piece masks out those of the others."""
-    torch.manual_seed(0)
-    (found,) = trace(Heads(way).eval(), torch.randn(B, N, WIDTH)).attentions
-    assert (found.num_heads, found.head_dim, found.bias) == (HEADS, HEAD_DIM, False)
-    assert way is one_selected or found.masked_scores.formula == "mask(scores)"
 
 
 def test_queries_made_of_the_results_before_stay_several() -> None:

@@ -32,41 +32,11 @@ class OfImage(nn.Module):
         return torch.einsum("bhijkl,bklhc->bijhc", weights, v).flatten(-2)
 
 
-class BySum(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        exponentials = (scores - scores.amax((-2, -1), keepdim=True)).exp()
-        return exponentials / exponentials.sum((4, 5), keepdim=True)
-
-
-class ByInverse(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        exponentials = scores.exp()
-        return exponentials * exponentials.sum((-1, -2), keepdim=True).reciprocal()
-
-
-class Indexed(OfImage):
-    def weights(self, scores: Tensor) -> Tensor:
-        return torch.exp(scores - torch.logsumexp(scores, dim=(4, 5))[..., None, None])
-
-
 class OverHeads(OfImage):
     """The weights of all heads sum to one: a softmax over the keys is something else."""
 
     def weights(self, scores: Tensor) -> Tensor:
         return (scores - scores.logsumexp((1, -2, -1), keepdim=True)).exp()
-
-
-@pytest.mark.parametrize("kind", [OfImage, BySum, ByInverse, Indexed])
-def test_a_softmax_over_two_axes_of_keys_is_found(kind: type[OfImage]) -> None:
-    torch.manual_seed(0)
-    module, x = kind().eval(), torch.randn(BATCH, ROWS, COLUMNS, WIDTH)
-    (attention,) = attentions(module, x)
-    assert_true(attention)
-    assert attention.axes()["weights"] == "batch heads query_1 query_2 key_1 key_2"
-    assert attention.names.num_heads == HEADS
-    q, k = (side(x).flatten(1, 2).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (module.q, module.k))
-    expected = (q @ k.mT / math.sqrt(HEAD_DIM)).double().softmax(-1)
-    assert_close(attention.canonical("weights", "batch heads query key"), expected)
 
 
 def test_a_softmax_over_heads_and_keys_is_no_softmax_over_keys() -> None:
@@ -97,28 +67,6 @@ class InPieces(nn.Module):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-class ByHalves(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        half = len(scores) // 2
-        scores[half:] = scores[half:].softmax(-1)
-        scores[:half] = scores[:half].softmax(-1)
-        return scores
-
-
-class Uneven(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        scores[:2] = scores[:2].softmax(-1)
-        scores[2:] = scores[2:].softmax(-1)
-        return scores
-
-
-class ByItem(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        for item in range(len(scores)):
-            scores[item] = scores[item].softmax(-1)
-        return scores
-
-
 class ByHead(InPieces):
     def weights(self, scores: Tensor) -> Tensor:
         for head in range(HEADS):
@@ -136,19 +84,6 @@ class ByQueries(InPieces):
 class Concatenated(InPieces):
     def weights(self, scores: Tensor) -> Tensor:
         return torch.cat([part.softmax(-1) for part in scores.chunk(2)])
-
-
-class Stacked(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        return torch.stack([part.softmax(-1) for part in scores])
-
-
-class IntoMemory(InPieces):
-    def weights(self, scores: Tensor) -> Tensor:
-        made = torch.empty_like(scores)
-        for start in range(0, len(scores), 2):
-            made[start : start + 2] = scores[start : start + 2].softmax(-1)
-        return made
 
 
 class Causal(InPieces):
@@ -176,7 +111,7 @@ class OtherAxes(InPieces):
         return torch.cat([scores[:3].softmax(-1), scores[3:].softmax(-2)])
 
 
-PIECES = [InPieces, ByHalves, Uneven, ByItem, ByHead, ByQueries, Concatenated, Stacked, IntoMemory, Causal]
+PIECES = [InPieces, ByHead, ByQueries, Concatenated, Causal]
 
 
 @pytest.mark.parametrize("kind", PIECES)
@@ -195,7 +130,7 @@ def test_a_softmax_in_pieces_is_one(kind: type[InPieces]) -> None:
     assert_close(attention.value("weights").double(), masked.softmax(-1))
     (shown,) = mha_inspect.trace(module, x).attentions
     assert shown.kind == (("self", "causal") if kind is Causal else ("self",))
-    if kind in (Concatenated, Stacked):
+    if kind is Concatenated:
         return  # from the scores to the weights it is one softmax, whatever is between
     along = {"ByHead": "heads", "ByQueries": "query"}.get(kind.__name__, "batch")
     assert any(f"pieces along {along};" in note for note in shown.notes)

@@ -36,14 +36,14 @@ class Streams(nn.Module):
         packed = self.text(text)
         shift, scale = self.of_condition(condition)[:, None].chunk(2, -1)
         both = packed, self.image(image * (1 + scale) + shift)
-        sides = [each.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4) for each in both]
+        sides = [side.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4) for side in both]
         q, k, v = torch.cat(sides, 3)
-        q, k = (F.rms_norm(each, (D,)) for each in (q, k))
+        q, k = (F.rms_norm(side, (D,)) for side in (q, k))
         context = merged(F.scaled_dot_product_attention(q, k, v))
         return self.text_o(context[:, : text.shape[1]]), self.o(context[:, text.shape[1] :])
 
 
-@pytest.mark.parametrize(("text", "image"), [(3, 6), (5, 5), (4, 12)])
+@pytest.mark.parametrize(("text", "image"), [(3, 6), (5, 5)])
 def test_streams_are_named_whatever_their_lengths(text: int, image: int) -> None:
     args = torch.randn(2, text, E), torch.randn(2, image, E), torch.randn(2, E)
     (attention,) = trace(Streams(), *args).attentions
@@ -57,74 +57,6 @@ def test_streams_are_named_whatever_their_lengths(text: int, image: int) -> None
     )
     assert roles["of_condition.bias"] == roles["of_condition.weight"]
     assert roles["of_condition.bias"].startswith("another projection used for the queries")
-
-
-class NormedStreams(nn.Module):
-    """Flux: each stream has its own projections and norms, and its own output."""
-
-    def __init__(self, text_first: bool) -> None:
-        super().__init__()
-        self.text_first = text_first
-        for stream in ("text", "image"):
-            for letter in "qkvo":
-                self.add_module(f"{stream}_{letter}", nn.Linear(E, E))
-            for letter in "qk":
-                self.add_module(f"{stream}_norm_{letter}", nn.LayerNorm(D))
-
-    def sides(self, x: Tensor, stream: str) -> list[Tensor]:
-        of = dict(self.named_children())
-        q, k, v = (split(of[f"{stream}_{letter}"](x)) for letter in "qkv")
-        return [of[f"{stream}_norm_q"](q), of[f"{stream}_norm_k"](k), v]
-
-    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        streams = [self.sides(text, "text"), self.sides(image, "image")]
-        pairs = zip(*(streams if self.text_first else streams[::-1]), strict=True)
-        context = merged(F.scaled_dot_product_attention(*(torch.cat(pair, 2) for pair in pairs)))
-        first, second = context.split([x.shape[1] for x in ((text, image) if self.text_first else (image, text))], 1)
-        of_text, of_image = (first, second) if self.text_first else (second, first)
-        return self.text_o(of_text), self.image_o(of_image)
-
-
-@pytest.mark.parametrize("text_first", [True, False])
-def test_each_stream_has_its_projections_and_norms(text_first: bool) -> None:
-    report = params(NormedStreams(text_first), torch.randn(2, 3, E), torch.randn(2, 6, E), per_head=True)
-    found = {row.name: row for row in report.parameters}
-    rows = [(8 * head, 8 * head + 8) for head in range(H)]
-    for stream in ("text", "image"):
-        for letter, made in (("q", "queries"), ("k", "keys"), ("v", "values")):
-            matrix = found[f"{stream}_{letter}.weight"]
-            assert matrix.axes == "(heads head_dim) embed"
-            assert matrix.role.startswith(f"W_{letter}: rows are the heads stacked, 8 each")
-            assert [piece.rows for piece in matrix.heads or ()] == rows
-            assert found[f"{stream}_{letter}.bias"].role.startswith(f"b_{letter}")
-            for name, verb in (("weight", "scales"), ("bias", "added to")) if letter != "v" else ():
-                role = f"{verb} the {made} after their projection; not split by head"
-                assert found[f"{stream}_norm_{letter}.{name}"].role == role
-        output = found[f"{stream}_o.weight"]
-        assert (output.axes, [piece.columns for piece in output.heads or ()]) == ("embed (heads head_dim)", rows)
-        assert found[f"{stream}_o.bias"].role.startswith("b_o: added once")
-
-
-class LearnedPrefix(nn.Module):
-    """Learned tokens are projected by matrices of their own, and come before the keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.of_prefix, self.o = nn.Linear(E, 3 * E), nn.Linear(E, 2 * E), nn.Linear(E, E)
-        self.prefix = nn.Parameter(torch.randn(3, E))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, *own = self.qkv(x).chunk(3, -1)
-        more = (side.expand(len(x), -1, -1) for side in self.of_prefix(self.prefix).chunk(2, -1))
-        k, v = (torch.cat(pair, 1) for pair in zip(more, own, strict=True))
-        return self.o(merged(F.scaled_dot_product_attention(split(q), split(k), split(v))))
-
-
-def test_projections_of_a_prefix_are_those_of_other_keys() -> None:
-    roles = {row.name: row.role for row in params(LearnedPrefix(), torch.randn(2, 5, E)).parameters}
-    assert roles["qkv.weight"] == "W_q, W_k, W_v stacked: rows 0–31, 32–63, 64–95"
-    assert roles["of_prefix.weight"] == "W_k, W_v stacked: rows 0–31, 32–63; for other tokens than those in key"
-    assert roles["o.weight"].startswith("W_o: ")
 
 
 class Graph(nn.Module):
@@ -157,15 +89,6 @@ class Pairs(nn.Module):
         q, k, v = map(split, self.qkv(pairs).chunk(3, -1))
         scores = q @ k.mT / math.sqrt(D) + self.bias(pairs).movedim(-1, -3).unsqueeze(-4)
         return self.o(merged(scores.softmax(-1) @ v))
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_rows_of_a_table_are_no_queries(batch: tuple[int, ...]) -> None:
-    (attention,) = trace(Pairs(), torch.randn(*batch, 6, 6, E)).attentions
-    first = "batch_1 batch_2" if batch else "batch"
-    axes = {stage.name: stage.axes for stage in attention.stages}
-    assert (axes["query"], axes["v_heads"]) == (f"{first} query embed", f"{first} heads key head_dim")
-    assert (axes["weights"], axes["output"]) == (f"{first} heads query key", f"{first} query embed")
 
 
 class BesidePairs(Pairs):
@@ -209,59 +132,8 @@ def test_numbers_that_are_nan_before_a_mask_are_not_said_to_be_masked() -> None:
 
     torch.manual_seed(0)
     module = Broken()
-    (finding,) = (one for one in check(module, torch.randn(2, 6, E)).findings if one.check == "finite")
+    (finding,) = (finding for finding in check(module, torch.randn(2, 6, E)).findings if finding.check == "finite")
     assert "first stage that is not finite" in finding.sentence
-
-
-class Near(nn.Module):
-    """Windows that see their neighbours, with rotated queries and keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(E, E) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split(of(x)).flatten(0, 1).unflatten(1, (-1, 4)) for of in (self.q, self.k, self.v))
-        k, v = (self.around(each) for each in (k, v))
-        angle = torch.outer(torch.arange(12.0), torch.tensor([1.0, 0.3, 0.1, 0.03]))
-        q, k = self.turned(q, angle[4:8]), self.turned(k, angle)
-        context = (q @ k.mT / math.sqrt(D)).softmax(-1) @ v
-        return self.o(merged(context.flatten(1, 2).unflatten(0, (-1, H))))
-
-    def around(self, x: Tensor) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, 0, 1, 1))
-        return torch.cat([padded[:, at : at + x.shape[1]] for at in range(3)], 2)
-
-    def turned(self, x: Tensor, angle: Tensor) -> Tensor:
-        both, (a, b) = torch.cat((angle, angle), -1), x.chunk(2, -1)
-        return x * both.cos() + torch.cat((-b, a), -1) * both.sin()
-
-
-def test_windows_that_overlap_repeat_no_head() -> None:
-    (attention,) = trace(Near(), torch.randn(2, 16, E)).attentions
-    formulas = {stage.name: stage.formula for stage in attention.stages}
-    assert "repeated" not in formulas["k_heads"]
-    assert formulas["v_heads"] == "v_proj in heads"
-
-
-class Prefixed(Pairs):
-    """A prefix that every token sees is joined before the projection; the mask is aligned bottom right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.causal = True
-
-    def forward(self, x: Tensor, prefix: Tensor) -> Tensor:
-        q, (k, v) = self.qkv(x)[..., :E], self.qkv(torch.cat((prefix, x), 1))[..., E:].chunk(2, -1)
-        future = torch.ones(q.shape[1], k.shape[1]).triu(1 + prefix.shape[1]).bool()
-        scores = (split(q) @ split(k).mT / math.sqrt(D)).masked_fill(future, -torch.inf)
-        return self.o(merged(scores.softmax(-1) @ split(v)))
-
-
-def test_a_prefix_before_the_projection_is_no_future() -> None:
-    torch.manual_seed(0)
-    report = check(Prefixed(), torch.randn(2, 7, E), torch.randn(2, 3, E))
-    assert not [finding for finding in report.findings if finding.check == "causal"]
 
 
 class Slots(nn.Module):

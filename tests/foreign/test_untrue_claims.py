@@ -1,4 +1,4 @@
-"""What looks like attention's own steps and is another thing is not told as one of them."""
+"""What looks like attention's own steps, or its axes, and is another thing is not told as one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.reports.trace import AttentionReport
 from tests.corpus.base import Base
-from tests.corpus.entry import D, E
+from tests.corpus.entry import D, E, H
 
 from .truth import assert_close, attentions
 
@@ -26,34 +26,12 @@ class DualSoftmax(Base):
         return (scores.softmax(-1) * scores.softmax(-2)) @ v
 
 
-class Differential(Base):
-    """The weights of two attentions, one less a part of the other, meet the values."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        less = 0.3 * (k @ q.mT / math.sqrt(D)).softmax(-1)
-        return ((q @ k.mT / math.sqrt(D)).softmax(-1) - less) @ v
-
-
 class DroppedByHand(Base):
     """A dropout that is a product with what was drawn."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
         return (weights * torch.empty_like(weights).bernoulli_(0.5).div(0.5)) @ v
-
-
-class OneMore(Base):
-    """Softmax one: the weights of a row are less than one together."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        exponentials = (q @ k.mT / math.sqrt(D)).exp()
-        return (exponentials / (1 + exponentials.sum(-1, keepdim=True))) @ v
-
-
-class Guarded(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        exponentials = (q @ k.mT / math.sqrt(D)).exp()
-        return (exponentials / (exponentials.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
 class Opposite(Base):
@@ -73,28 +51,15 @@ def shown(module: nn.Module) -> list[AttentionReport]:
     ("module", "formulas", "dropped"),
     [
         (DualSoftmax, ["(weights, then mul) · v_heads"] * 2, False),
-        (Differential, ["(weights, then mul, sub) · v_heads", "(weights, then sub) · v_heads"], False),
         (DroppedByHand, ["dropout(weights) · v_heads"], True),
-        (Guarded, ["weights · v_heads"], False),
     ],
 )
 def test_what_is_done_to_weights_is_a_dropout_only_where_it_was_drawn(
     module: type[Base], formulas: list[str], dropped: bool
 ) -> None:
-    found = shown(module())
-    assert [stage.formula for one in found for stage in one.stages if stage.name == "context"] == formulas
-    assert {any("before dropout" in note for note in one.notes) for one in found} == {dropped}
-
-
-def test_more_than_a_guard_beside_the_sum_is_no_softmax() -> None:
-    torch.manual_seed(0)
-    module, x = OneMore().eval(), torch.randn(B, N, E)
-    (attention,) = attentions(module, x)
-    scores = attention.canonical("scores", "batch heads query key")
-    weights = scores.exp() / (1 + scores.exp().sum(-1, keepdim=True))
-    assert_close(attention.canonical("weights", "batch heads query key"), weights)
-    (one,) = shown(module)
-    assert {stage.name: stage.formula for stage in one.stages}["weights"] == "exp(scores) / …"
+    reports = shown(module())
+    assert [stage.formula for report in reports for stage in report.stages if stage.name == "context"] == formulas
+    assert {any("before dropout" in note for note in report.notes) for report in reports} == {dropped}
 
 
 def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
@@ -106,73 +71,61 @@ def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
     scores = q @ k.mT / math.sqrt(D)
     assert_close(attention.canonical("scores", "batch heads query key"), scores)
     assert_close(attention.canonical("weights", "batch heads query key"), (-scores).softmax(-1))
-    (one,) = shown(module)
-    formula = next(stage.formula for stage in one.stages if stage.name == "masked_scores")
+    (report,) = shown(module)
+    formula = next(stage.formula for stage in report.stages if stage.name == "masked_scores")
     assert formula == "scores · -1 + …"
 
 
-class Negative(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (-(q @ k.mT) / math.sqrt(D)).softmax(-1) @ v
-
-
-class Squared(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((q @ k.mT / math.sqrt(D)) ** 2).softmax(-1) @ v
-
-
-@pytest.mark.parametrize(("module", "scale"), [(Negative, -(D**-0.5)), (Squared, D**-0.5)])
-def test_scores_are_the_product_before_its_sign_or_power_is_another(module: type[Base], scale: float) -> None:
-    torch.manual_seed(0)
-    (attention,) = attentions(module().eval(), torch.randn(B, N, E))
-    assert attention.found.scale == pytest.approx(scale)
-    q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
-    assert attention.found.scores_scale is not None
-    assert_close(attention.canonical("scores", "batch heads query key"), q @ k.mT * attention.found.scores_scale)
-    given = q @ k.mT / math.sqrt(D)
-    given = given**2 if module is Squared else -given
-    assert_close(attention.canonical("masked_scores", "batch heads query key"), given)
-    assert_close(attention.canonical("weights", "batch heads query key"), given.softmax(-1))
-
-
-class TwoHalves(Base):
-    """Differential attention in two calls: the same scores weigh one half of the values each."""
+class RelativePlaces(Base):
+    """Queries and keys of an image, whose scores are biased by row and column."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        halves = [half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)]
-        both = [nn.functional.scaled_dot_product_attention(q, k, half) for half in halves]
-        first, second = torch.cat(both, dim=-1).chunk(2, dim=1)
-        return first - 0.3 * second
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(D)).unflatten(-1, (3, 4)).unflatten(-3, (3, 4))
+        rows, columns = (torch.arange(n)[:, None] - torch.arange(n) for n in (3, 4))
+        image = q.unflatten(2, (3, 4))
+        table = self.q.weight[:8]
+        by_row = torch.einsum("bhijd,ikd->bhijk", image, table[rows + 2][..., :D])
+        by_column = torch.einsum("bhijd,jkd->bhijk", image, table[columns + 3][..., :D])
+        scores = scores + by_row[..., None] + by_column[..., None, :]
+        return scores.flatten(-2).flatten(-3, -2).softmax(-1) @ v
 
 
-def test_two_calls_with_the_same_scores_are_no_loop_over_heads() -> None:
-    torch.manual_seed(0)
-    module, x = TwoHalves(heads=4).eval(), torch.randn(B, N, E)
-    found = attentions(module, x)
-    assert [one.names.num_heads for one in found] == [4, 4]
-    q, k, v = (module.split(layer(x)) for layer in (module.q, module.k, module.v))
-    weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
-    for one, half in zip(found, v.chunk(2, dim=1), strict=True):
-        assert_close(one.canonical("weights", "batch heads query key"), weights)
-        assert_close(one.canonical("context", "batch heads query head_dim"), weights @ half.repeat(1, 2, 1, 1))
+def test_keys_stay_other_axes_than_queries_where_both_are_split() -> None:
+    (attention,) = attentions(RelativePlaces().eval(), torch.randn(B, 12, E))
+    axes = attention.axes()
+    assert axes["scores"] == "batch heads query_1 query_2 key_1 key_2"
+    assert axes["weights"] == "batch heads query key"
 
 
-class Nystrom(Base):
-    """Three softmaxes, of which only the last weighs values: the others are multiplied with each other."""
+def test_scores_that_are_normalised_along_both_axes_are_said_to_be() -> None:
+    class Sinkhorn(Base):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+            scores = scores - scores.logsumexp(-1, keepdim=True)
+            return (scores - scores.logsumexp(-2, keepdim=True)).exp() @ v
+
+    (attention,) = attentions(Sinkhorn().eval(), torch.randn(B, N, E))
+    assert attention.found.over_queries
+    assert attention.found.scoring == (("log_softmax", None),)
+    scores, masked, weights = (attention.value(stage) for stage in ("scores", "masked_scores", "weights"))
+    torch.testing.assert_close(masked, scores.log_softmax(-1))
+    torch.testing.assert_close(weights, masked.softmax(-2))
+
+
+class FewerAsked(Base):
+    """Padding bars some keys and all of the last query's, and of the queries the first few go on."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        few_q, few_k = q[..., :3, :], k[..., :3, :]
-        outer, inner, last = (
-            (a @ b.mT / math.sqrt(D)).softmax(-1) for a, b in ((q, few_k), (few_q, few_k), (few_q, k))
-        )
-        return outer @ torch.linalg.pinv(inner) @ (last @ v)
+        barred = torch.zeros(N, N, dtype=torch.bool)
+        barred[-1] = True
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(barred, -torch.finfo(q.dtype).max).softmax(-1)
+        return weights.gather(2, torch.arange(5)[None, None, :, None].expand(len(q), H, 5, N)) @ v
 
 
-def test_weights_times_weights_are_no_attention() -> None:
-    torch.manual_seed(0)
-    module, x = Nystrom().eval(), torch.randn(B, N, E)
-    (attention,) = attentions(module, x)
-    assert attention.found.stages["weights"].shape[-2:] == (3, N)
-    v = attention.canonical("v_heads", "batch heads key head_dim")
-    weights = attention.canonical("weights", "batch heads query key")
-    assert_close(attention.canonical("context", "batch heads query head_dim"), weights @ v)
+def test_a_masked_query_that_does_not_go_on_has_no_row_in_what_does() -> None:
+    with torch.no_grad():
+        told = mha_inspect.trace(FewerAsked().eval(), torch.randn(B, N, E), keep=True)
+    (attention,) = told.attentions
+    assert {stage.name: stage.axes for stage in attention.stages}["context"] == "batch heads positions head_dim"
+    assert attention.context.formula == "(weights, then gather) · v_heads"
+    assert any(f"{B} queries have every key masked out" in note for note in told.notes)

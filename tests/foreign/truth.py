@@ -54,20 +54,20 @@ class Shown:
     def canonical(self, stage: str, target: str) -> torch.Tensor:
         """A stage in axes of one's choice; those that it has not are of size one, and batch takes in windows."""
         pattern = self.names.of_stage(stage)
-        own = re.findall(r"\w+", pattern)
+        present = re.findall(r"\w+", pattern)
         for name in ("batch", "query", "key"):
-            parts = [word for word in own if re.fullmatch(rf"{name}_\d", word)]
-            parts = ["batch", "windows"] if name == "batch" and "windows" in own else parts
+            parts = [word for word in present if re.fullmatch(rf"{name}_\d", word)]
+            parts = ["batch", "windows"] if name == "batch" and "windows" in present else parts
             target = target.replace(name, f"({' '.join(parts)})") if parts else target
-        if "kv_heads" in own:
-            target = target.replace("heads", "(kv_heads group)" if "group" in own else "kv_heads")
+        if "kv_heads" in present:
+            target = target.replace("heads", "(kv_heads group)" if "group" in present else "kv_heads")
         words = re.findall(r"\w+|[()]", target)
-        to = " ".join(word if word in (*own, "(", ")") else "1" for word in words)
+        to = " ".join(word if word in (*present, "(", ")") else "1" for word in words)
         sizes = self.sizes()
         value = rearrange(
-            self.value(stage), f"{pattern} -> {to}", **{name: sizes[name] for name in own if name in sizes}
+            self.value(stage), f"{pattern} -> {to}", **{name: sizes[name] for name in present if name in sizes}
         )
-        if "kv_heads" in own and "group" not in own:
+        if "kv_heads" in present and "group" not in present:
             value = value.repeat_interleave(self.names.num_heads // self.names.num_kv_heads, 1)
         return value.double()
 
@@ -80,17 +80,14 @@ def attentions(module: Any, *args: Any, grad: bool = False, **kwargs: Any) -> li
     return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in attentions_of(graph)]
 
 
-def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = False) -> None:
-    """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are.
-
-    With `numbers` an axis may be left as a number; with `dropped` the weights were dropped before the values.
-    """
+def assert_true(attention: Shown) -> None:
+    """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are."""
     found, axes = attention.found, attention.axes()
     assert list(found.stages) == [stage for stage in STAGES if stage in found.stages]
     for stage, pattern in axes.items():
         words = re.findall(r"\w+", pattern)
         assert len(words) == len(set(words)), (stage, pattern)
-        assert numbers or all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
+        assert all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
     value_dim = "v_head_dim" if "v_head_dim" in attention.words() else "head_dim"
     scores_axes = "batch heads query key"
     q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
@@ -107,8 +104,7 @@ def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = Fals
     if last in found.stages and found.sinks is None and not on_exponentials:
         assert_close(attention.canonical(last, scores_axes).softmax(-1), weights)
     context = attention.canonical("context", f"batch heads query {value_dim}")
-    if not dropped:
-        assert_close(weights @ v, context)
+    assert_close(weights @ v, context)
     if "concat" in found.stages and not found.branches and _only_moved(attention):
         assert_close(attention.canonical("concat", f"batch heads query {value_dim}"), context)
 
