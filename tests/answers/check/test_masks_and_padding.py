@@ -169,7 +169,7 @@ def test_right_masks_of_padding_are_not_accused(module: type[Padded], lengths: t
     assert "padding" in {passed.check for passed in report.held}
 
 
-@pytest.mark.parametrize("module", [Segments, Pairs])
+@pytest.mark.parametrize("module", [Segments, CausalSegments])
 def test_no_mark_of_a_mask_of_segments_keeps_a_key(module: type[Padded]) -> None:
     report = checked(module(), marks((2, 8), 8).flip(1), **KEEP)
     assert "mask" not in {fact.name for fact in report.facts}
