@@ -149,18 +149,6 @@ def llama_table():
     return LlamaTable(), (x, start_pos, table, mask)
 
 
-def llama_unrotated():
-    torch.manual_seed(0)
-    layer = LlamaUnrotated()
-    return layer, (torch.randn(2, 6, 32), 0, precompute(8, 32)[:6], torch.triu(torch.full((6, 6), float("-inf")), 1))
-
-
-def llama_tiled():
-    torch.manual_seed(0)
-    layer = LlamaTiled()
-    return layer, (torch.randn(2, 6, 32), 0, precompute(8, 32)[:6], torch.triu(torch.full((6, 6), float("-inf")), 1))
-
-
 # -- gpt-fast: static cache with index_put, input_pos, a mask table ---------------------------------------------------
 class KVCache(nn.Module):
     def __init__(self, b, t, h, d):

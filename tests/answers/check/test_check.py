@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,13 +53,6 @@ def test_an_attribute_alone_is_no_proof_that_attention_is_causal(leaks: bool) ->
     torch.manual_seed(0)
     findings = mha_inspect.check(Summarized(), torch.randn(B, N, E)).findings
     assert [(found.check, found.sure) for found in findings] == ([("causal", False)] if leaks else [])
-
-
-@pytest.mark.parametrize("leaks", [True, False])
-def test_an_output_that_sees_its_future_beside_causal_attention_may_be_a_fault(leaks: bool) -> None:
-    torch.manual_seed(0)
-    findings = mha_inspect.check(MADE["NormOverPositions"](leaks), torch.randn(B, N, E)).findings
-    assert [(found.check, found.sure) for found in findings] == [("causal", False)] * leaks
 
 
 @pytest.mark.parametrize("given", ["lengths", "triangle"])
@@ -177,36 +169,6 @@ class Hides(Right):
         return scores.masked_fill(self.keys, -math.inf)
 
 
-class LeftPadded(Right):
-    """Goes on from a cache, and fills with the lowest number, so that a query whose keys are all masked sees all."""
-
-    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Any:
-        q, k, v = self.heads(x)
-        k, v = (k, v) if past is None else (torch.cat(pair, 2) for pair in zip(past, (k, v), strict=True))
-        n, m = q.shape[2], k.shape[2]
-        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n + self.late) & (mask[:, None, None, :] != 0)
-        scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, torch.finfo(q.dtype).min)
-        return self.o(self.join(scores.softmax(-1) @ v)), (k, v)
-
-    late = 0
-
-
-@pytest.mark.parametrize("late", [0, -1])
-def test_padding_on_the_left_is_no_difference_between_chunks_and_one_call(late: int) -> None:
-    torch.manual_seed(0)
-    module, x, mask = LeftPadded(), torch.randn(B, N, E), torch.ones(B, N)
-    mask[0, :2] = 0
-    with torch.no_grad():
-        whole, past = module(x, mask)[0], module(x[:, :2], mask[:, :2])
-    assert not torch.allclose(whole[0, :2], past[0][0])
-    assert torch.allclose(whole[1, :2], past[0][1], atol=1e-6)
-    module.late = late
-    report = mha_inspect.check(module, x, mask, intent=Intent(causal=True))
-    assert report.ok == (late == 0)
-    judged = {each.check for each in (*report.held, *report.findings)}
-    assert ("cache" if report.ok else "causal") in judged  # until the mask is right, chunks differ by its fault
-
-
 class HidesAndDiscards(Hides):
     """The result of the attention is not used."""
 
@@ -280,19 +242,6 @@ def first_head(change: Callable[[Tensor], Tensor]) -> Right:
     return Right(join=lambda m, x: Right.join(m, torch.cat([change(x[:, :1]), x[:, 1:]], 1)))
 
 
-def test_keys_of_a_slice_of_a_packed_weight_are_told_as_detached() -> None:
-    def heads(m: Any, x: Tensor) -> list[Tensor]:
-        q, k, v = (m.split(x @ part.mT) for part in m.packed.weight.chunk(3))
-        return [q, k.detach(), v]
-
-    torch.manual_seed(0)
-    parts = {name: partial(nn.Identity) for name in "qkv"}
-    module = Right(heads=heads, packed=partial(nn.Linear, E, 3 * E, bias=False), **parts)
-    (finding,) = mha_inspect.check(module, torch.randn(B, N, E), only=["parameters"]).findings
-    assert finding.sure
-    assert f"gets no gradient for features {E}–{2 * E - 1} of {3 * E}" in finding.sentence
-
-
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -353,16 +302,6 @@ class RowsOfAlignments(Right):
         return self.o(self.join((weights[:, None] @ v).flatten(0, 1)))
 
 
-class CentredQueries(Right):
-    """The mean over the batch is subtracted; a whole number divides the batch, and nothing else does."""
-
-    def forward(self, x: Tensor, layers: int = 2) -> Tensor:
-        q, k, v = self.heads(x)
-        for _ in range(layers):
-            q = q - 0.5 * q.mean(0)
-        return self.o(self.join(self.attend(q, k, v)))
-
-
 @pytest.mark.parametrize("given", [{}, {"rows": 3}, {"rows": 6}, {"rows": 2}])
 def test_items_of_the_batch_share_scores_in_the_groups_that_a_view_makes(given: dict[str, int]) -> None:
     torch.manual_seed(0)
@@ -373,12 +312,6 @@ def test_items_of_the_batch_share_scores_in_the_groups_that_a_view_makes(given: 
     assert not finding.sure
     leak = mha_inspect.check(RowsOfAlignments(leaks=True), x, only=["batch"], **given)
     assert [finding.sure for finding in leak.findings] == [rows < 6]
-
-
-def test_a_whole_number_that_divides_the_batch_is_no_proof_that_items_may_leak() -> None:
-    torch.manual_seed(0)
-    (finding,) = mha_inspect.check(CentredQueries(), torch.randn(6, N, E), layers=3, only=["batch"]).findings
-    assert finding.sure
 
 
 HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
@@ -419,97 +352,6 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
     assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
 
 
-class Documents(Right):
-    """Causal, in documents or over them all."""
-
-    apart = True
-
-    def forward(self, x: Tensor, document: Tensor) -> Tensor:
-        self.others = document[:, None, :, None] != document[:, None, None, :]
-        return super().forward(x)
-
-    def mask(self, scores: Tensor) -> Tensor:
-        future = torch.ones(N, N, dtype=torch.bool).triu(1)
-        return scores.masked_fill(future | self.others if self.apart else future, -math.inf)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_tokens_that_are_last_are_no_padding_under_a_causal_mask(apart: bool) -> None:
-    torch.manual_seed(0)
-    module, document = Documents(), torch.zeros(B, N, dtype=torch.long)
-    module.apart, document[:, 5:] = apart, 1
-    report = mha_inspect.check(module, torch.randn(B, N, E), document, intent=Intent(causal=True))
-    assert report.findings == ()
-    assert apart or fact(report, "who sees whom") == "causal"
-
-
-@pytest.mark.parametrize("name", ["DropoutAlways", "DropoutWithoutFlag"])
-def test_a_dropout_that_is_on_is_one_finding(name: str) -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(MADE[name](True), torch.randn(B, N, E))
-    assert [finding.check for finding in report.findings] == ["repeat"]
-
-
-class Keeps(Right):
-    """Joins its keys and values to those of earlier calls, which it holds itself, or their latents."""
-
-    def __init__(self, *, latent: bool) -> None:
-        super().__init__()
-        self.past: list[Tensor] = []
-        self.down = nn.Linear(E, E - 1) if latent else None
-        self.k, self.v = (nn.Linear(E - latent, E) for _ in range(2))
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = [self.down(x)] if self.down is not None else [self.k(x), self.v(x)]
-        self.past = [torch.cat(each, 1) for each in zip(self.past, made, strict=True)] if self.past else made
-        k, v = (self.k(self.past[0]), self.v(self.past[0])) if self.down is not None else self.past
-        return self.split(self.q(x)), self.split(k), self.split(v)
-
-
-@pytest.mark.parametrize("latent", [False, True])
-def test_a_cache_that_the_module_holds_is_meant(latent: bool) -> None:
-    module, x = Keeps(latent=latent).eval(), torch.randn(B, N, E)
-    with torch.no_grad():
-        module(x)
-    assert mha_inspect.check(module, x[:, :1]).findings == ()
-
-
-def test_padding_that_sees_the_future_beside_a_finite_mask_is_not_accused() -> None:
-    """The mask of the first GPT: the scores times 0 or 1, less 10000 where they are 0."""
-    torch.manual_seed(0)
-    seen, mask = torch.ones(N, N).tril(), torch.ones(B, N, dtype=torch.bool)
-    mask[0, :3] = False
-    steps = {
-        "mask": lambda m, s: (s * seen - 1e4 * (1 - seen)).masked_fill(~m.padding[:, None, None, :], -3e38),
-    }
-    assert mha_inspect.check(Padded(**steps), torch.randn(B, N, E), mask=mask, only=["masking"]).findings == ()
-
-
-class SumsBefore(nn.Module):
-    """A running sum before attention that leaves padding out of a prompt alone, as recurrent layers of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(E, 3 * E)
-
-    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Any]:
-        x = x * mask[:, -x.shape[1] :, None] if x.shape[1] > 1 else x
-        sums = x.cumsum(1) + (0 if past is None else past[2])
-        q, k, v = self.qkv(sums / 9).chunk(3, -1)
-        k, v = (torch.cat(each, 1) for each in zip(past, (k, v), strict=False)) if past is not None else (k, v)
-        hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]).bool() | ~mask[:, None].bool()
-        return (q @ k.mT / E**0.5).masked_fill(hidden, -1e9).softmax(-1) @ v, (k, v, sums[:, -1:])
-
-
-def test_padding_on_the_left_is_in_the_first_call_that_fills_a_cache() -> None:
-    torch.manual_seed(0)
-    mask = torch.ones(B, N, dtype=torch.long)
-    mask[0, :2] = 0
-    report = mha_inspect.check(SumsBefore(), torch.randn(B, N, E), mask=mask, intent=Intent(causal=True, cache="past"))
-    assert [finding for finding in report.findings if finding.check == "cache"] == []
-    assert "cache" in {passed.check for passed in report.held}
-
-
 @pytest.mark.parametrize(("weigh", "sure"), [(torch.softmax, True), (lambda s, d: s.softmax(d).nan_to_num(), False)])
 def test_weights_of_nan_that_are_replaced_may_be_meant(weigh: Callable[[Tensor, int], Tensor], sure: bool) -> None:
     torch.manual_seed(0)
@@ -523,12 +365,6 @@ def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
     report = mha_inspect.check(Right(), torch.full((B, N, E), math.nan))
     assert report.findings == ()
     assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
-
-
-def test_scores_that_are_no_numbers_are_not_masked_out() -> None:
-    module = Right(mask=lambda m, s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1) > 0, -math.inf))
-    module.q.weight.data.fill_(math.nan)
-    assert {finding.check for finding in mha_inspect.check(module, torch.randn(B, N, E)).findings} == {"finite"}
 
 
 def test_the_module_is_left_as_it_was() -> None:
@@ -545,31 +381,6 @@ def test_the_module_is_left_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert repr(report) == repr(mha_inspect.check(module, x))
-
-
-class ToScript(nn.Module):
-    """Attention that torch.jit can compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def split(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        return x.view(b, n, 2, 4).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-        return ((q @ k.transpose(-2, -1) / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
-    torch.manual_seed(0)
-    module = torch.jit.script(ToScript())
-    report = mha_inspect.check(module, torch.randn(2, 5, 8))
-    assert module.training
-    assert {"batch", "mixing", "training"} <= {held.check for held in report.held}
 
 
 def test_bad_input_says_what_there_is() -> None:

@@ -20,10 +20,10 @@ LENGTH = 7
 class OfTorch(nn.Module):
     """A layer of torch whose mask is repeated for the heads."""
 
-    def __init__(self, heads: int, *, by_item: bool, batch_first: bool = True) -> None:
+    def __init__(self, heads: int, *, by_item: bool) -> None:
         super().__init__()
         self.by_item, self.heads = by_item, heads
-        self.attention = nn.MultiheadAttention(E, heads, batch_first=batch_first)
+        self.attention = nn.MultiheadAttention(E, heads, batch_first=True)
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
         repeated = attn_mask.repeat_interleave(self.heads, 0) if self.by_item else attn_mask.repeat(self.heads, 1, 1)
@@ -68,10 +68,10 @@ def masks(count: int, *, hidden: bool) -> Tensor:
     return drawn if hidden else ~drawn
 
 
-def findings(module: nn.Module, mask: Tensor, items: int, *, seq_first: bool = False) -> tuple[Finding, ...]:
+def findings(module: nn.Module, mask: Tensor, items: int) -> tuple[Finding, ...]:
     torch.manual_seed(0)
-    x = torch.randn(LENGTH, items, E) if seq_first else torch.randn(items, LENGTH, E)
-    return mha_inspect.check(module.eval(), x, mask, intent=Intent(batch_axis=int(seq_first))).findings
+    x = torch.randn(items, LENGTH, E)
+    return mha_inspect.check(module.eval(), x, mask, intent=Intent(batch_axis=0)).findings
 
 
 @pytest.mark.parametrize(("items", "heads"), [(2, 4), (8, 2)])
@@ -88,14 +88,6 @@ def test_a_mask_of_each_item_is_right(items: int) -> None:
     assert not findings(of_item(), masks(items, hidden=False), items)
 
 
-def test_the_sequence_may_come_first() -> None:
-    wrong, right = OfTorch(H, by_item=False, batch_first=False), OfTorch(H, by_item=True, batch_first=False)
-    mask = masks(2, hidden=True)
-    (finding,) = [finding for finding in findings(wrong, mask, 2, seq_first=True) if "attn_mask" in finding.sentence]
-    assert finding.sure
-    assert not [finding for finding in findings(right, mask, 2, seq_first=True) if "attn_mask" in finding.sentence]
-
-
 def test_one_mask_that_is_taken_for_all_items_is_found_where_they_differ() -> None:
     assert [finding.check for finding in findings(of_first(), masks(2, hidden=False), 2)] == ["batch"]
 
@@ -103,9 +95,7 @@ def test_one_mask_that_is_taken_for_all_items_is_found_where_they_differ() -> No
 @pytest.mark.parametrize(
     ("module", "mask"),
     [
-        (Masked(), masks(1, hidden=False)),
         (Masked(), masks(H, hidden=False)),  # of the heads, which are as many as the items
-        (Masked(), masks(H * H, hidden=False).view(H, H, LENGTH, LENGTH)),
         (of_first(), masks(1, hidden=False).expand(H, -1, -1).clone()),
         (of_segments(), torch.arange(H * LENGTH).view(H, LENGTH) % 3 // 2),
     ],

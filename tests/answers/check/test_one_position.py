@@ -17,24 +17,19 @@ LENGTH, ROWS = 9, 50
 class Encoder(Right):
     """Attention over tokens with positions; `is_learned` is whether the table is a parameter."""
 
-    def __init__(self, *, is_learned: bool = True, is_pooled: bool = False) -> None:
+    def __init__(self, *, is_learned: bool = True) -> None:
         super().__init__()
         table = torch.randn(1, ROWS, E)
         if is_learned:
             self.table = nn.Parameter(table)
         else:
             self.register_buffer("table", table)
-        self.is_pooled = is_pooled
 
     def positions(self, length: int) -> Tensor:
         return self.table[:, :length]
 
     def enter(self, x: Tensor) -> Tensor:
         return x + self.positions(x.shape[1])
-
-    def leave(self, x: Tensor) -> Tensor:
-        y = super().leave(x)
-        return y.mean(1) if self.is_pooled else y
 
 
 class OneRow(Encoder):
@@ -71,7 +66,6 @@ def findings_of(module: nn.Module, length: int = LENGTH) -> list[Finding]:
     ("module", "row"),
     [
         (OneRow(), LENGTH),
-        (OneRow(is_pooled=True), LENGTH),
         (LastRow(is_learned=False), LENGTH - 1),
     ],
 )
@@ -84,7 +78,7 @@ def test_one_row_for_all_tokens_is_a_suspicion(module: Encoder, row: int) -> Non
     assert f"With {LENGTH - 1} tokens, row {row - 1} is added." in finding.evidence
 
 
-@pytest.mark.parametrize("module", [Encoder, SameRow, OfLength])
+@pytest.mark.parametrize("module", [SameRow, OfLength])
 def test_other_rows_are_right(module: type[Encoder]) -> None:
     assert not findings_of(module())
 

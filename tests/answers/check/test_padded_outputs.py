@@ -68,18 +68,6 @@ def test_a_bias_behind_the_encoder_changes_nothing_of_that() -> None:
     assert (report.findings, CONSTANT in report.notes) == ((), True)
 
 
-@pytest.mark.parametrize("lengths", [(5, 4, 3), (8, 5, 6)])
-def test_without_nested_tensors_there_is_no_finding_either(lengths: tuple[int, ...]) -> None:
-    report = report_of(encoder(enable_nested_tensor=False), pads(*lengths))
-    assert (report.findings, [note for note in report.notes if "padded" in note]) == ((), [])
-
-
-def test_a_declared_mask_passes() -> None:
-    report = report_of(encoder(), pads(8, 5, 6), Intent(padding="src_key_padding_mask", padding_true="ignore"))
-    assert report.findings == ()
-    assert "padding" in {passed.check for passed in report.held}
-
-
 class Leaks(nn.Module):
     """An encoder that hands on the mean of all tokens, the real ones included, in train alone."""
 

@@ -119,14 +119,6 @@ def test_every_file_is_the_page_of_a_check(name: str) -> None:
     assert (FOLDER / f"{name}.md").is_file()
 
 
-def test_the_module_is_wrong_by_this_check_alone(name: str, invoke: Invoke) -> None:
-    page = page_of(name)
-    Path(page.name).write_text(page.wrong, encoding="utf-8")
-    code, out, err = invoke(*page.command, "--json")
-    assert code == 1, err
-    assert [(finding["check"], finding["sure"]) for finding in json.loads(out)["findings"]] == [(name, True)]
-
-
 def test_the_finding_is_printed_as_the_page_shows(name: str, terminal: Invoke, request: pytest.FixtureRequest) -> None:
     page = page_of(name)
     Path(page.name).write_text(page.wrong, encoding="utf-8")

@@ -5,7 +5,6 @@ The context of the function is `batch heads query head_dim`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +19,6 @@ E, H, D, N = 24, 3, 8, 6
 SCALE = D**-0.5
 INDEX = torch.arange(N)
 FUTURE = INDEX[None] > INDEX[:, None]
-BY_HEAD = torch.tensor([SCALE, SCALE, 0.1])
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -94,13 +92,6 @@ def test_weights_of_one_query_at_a_time_sum_to_one(weights_of: Callable[[int, Te
     assert all(finding.sentence.startswith(sentence) for finding in findings)
 
 
-def test_a_scale_of_each_head_is_a_scale_of_one_query_at_a_time_too() -> None:
-    trace = trace_of(by_query(lambda _, scores: (scores * BY_HEAD[:, None]).softmax(-1)))
-    assert trace.findings == ()
-    assert math.isnan(trace.attentions[0].scale or 0.0)
-    assert "masked_scores" not in {stage.name for stage in trace.attentions[0].stages}
-
-
 # -- the axis of the softmax ------------------------------------------------------------------------------------------
 
 
@@ -135,16 +126,6 @@ def test_far_keys_are_not_masked_out(factor: float, seed: int) -> None:
     assert trace_of(by_distance, factor=factor, length=12, seed=seed).findings == ()
 
 
-@pytest.mark.parametrize(("fill", "first"), [(-1e9, 1), (-torch.inf, 1)])
-def test_queries_without_weight_on_their_own_key_are_those_with_a_weight_of_zero(fill: float, first: int) -> None:
-    past = FUTURE | torch.eye(N).bool()
-    findings = findings_of(by_weights(lambda scores: scores.masked_fill(past, fill).softmax(-1)))
-    (finding,) = [each for each in findings if each.check == "causal"]
-    assert (
-        finding.evidence == f"{N - first} of {N} queries give no weight to their own key; the first is query {first}."
-    )
-
-
 # -- the order of the keys --------------------------------------------------------------------------------------------
 
 
@@ -154,10 +135,6 @@ def flipped_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def flipped_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * SCALE).masked_fill(FUTURE, -torch.inf).softmax(-1) @ v.flip(2)
-
-
-def flipped_throughout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flipped_keys(q.flip(2), k, v).flip(2)
 
 
 @pytest.mark.parametrize(
@@ -170,24 +147,6 @@ def test_keys_in_another_order_than_the_queries_are_no_fault_of_another_operatio
     assert suspicion.evidence == f"The last token is query 5, {order}."
     report = mha_inspect.check(Attention(core).eval(), torch.randn(2, N, E), intent=mha_inspect.Intent(causal=True))
     assert [(finding.sentence, finding.sure) for finding in report.findings] == [(sentence, True)]
-
-
-def test_one_other_order_of_all_tokens_is_no_fault() -> None:
-    assert findings_of(flipped_throughout) == ()
-
-
-class Averaging(Attention):
-    """Causal attention, and a mean over the positions beside it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x.mean(1, keepdim=True)
-
-
-def test_another_operation_that_mixes_positions_is_blamed_if_queries_and_keys_are_in_one_order() -> None:
-    core = by_weights(lambda scores: scores.masked_fill(FUTURE, -torch.inf).softmax(-1))
-    report = mha_inspect.check(Averaging(core).eval(), torch.randn(2, N, E), intent=mha_inspect.Intent(causal=True))
-    (finding,) = report.findings
-    assert finding.sentence.endswith("no attention weight: another operation mixes positions.")
 
 
 def test_no_other_operation_is_blamed_if_the_order_of_the_keys_is_unknown() -> None:

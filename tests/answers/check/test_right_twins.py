@@ -55,10 +55,6 @@ def test_a_gate_of_zero_is_no_unused_result() -> None:
     assert any("multiplied by zeros" in skipped.reason for skipped in report.left_out)
 
 
-def test_a_mask_of_a_single_key_is_not_idle() -> None:
-    assert not check(Attention(), given(length=1), torch.zeros(1, 1)).findings
-
-
 class WithPrefix(nn.Module):
     """Learned tokens, or an image, before the sequence see each other; the sequence is causal."""
 
@@ -111,49 +107,3 @@ def test_similarities_of_items_do_not_mix_them() -> None:
     assert not check(Similarities(), given(3)).findings
     (finding,) = check(MixedSimilarities(), given(3)).findings
     assert finding.check == "batch"
-
-
-class Model(nn.Module):
-    """The model says which layers are local, and the layers do not."""
-
-    def __init__(self, kinds: str, *, says: object) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in kinds)
-        self.says = says
-        self.masks = {"l": future(N) + torch.full((N, N), -math.inf).tril(-3), "g": future(N)}
-        self.order = {"all": kinds}
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kind, layer in zip(self.order["all"], self.layers, strict=True):
-            x = x + layer(x, self.masks[kind])
-        return x
-
-
-@pytest.mark.parametrize("says", ["lllg", ["l", "l", "l", "g"], (3,), {3}])
-def test_a_list_of_the_model_says_which_layers_differ(says: object) -> None:
-    assert not check(Model("lllg", says=says), given(), intent=CAUSAL).findings
-
-
-@pytest.mark.parametrize("says", [None, "glll", [0]])
-def test_a_list_that_says_otherwise_excuses_nothing(says: object) -> None:
-    (finding,) = check(Model("lllg", says=says), given(), intent=CAUSAL).findings
-    assert finding.sentence.startswith("layers.3 is masked differently")
-
-
-class Normed(Attention):
-    """Queries and keys are normalized in some layers, which need no scale."""
-
-    def __init__(self, norm: nn.Module | None) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = q @ k.mT / math.sqrt(D) if self.norm is None else self.norm(q) @ self.norm(k).mT
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("without", [1, 3])
-def test_layers_with_a_norm_are_not_equal_to_layers_without(without: int) -> None:
-    norms = [*[None] * without, nn.LayerNorm(D)]
-    assert not check(nn.Sequential(*map(Normed, norms)), given()).findings

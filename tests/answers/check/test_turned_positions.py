@@ -29,16 +29,6 @@ class Rotated(Right):
         return self.turn(q), self.turn(k), v
 
 
-class SeqFirst(Rotated):
-    """The same for `seq batch embed`."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (H, D)).permute(1, 2, 0, 3)
-
-    def join(self, x: Tensor) -> Tensor:
-        return x.permute(2, 0, 1, 3).flatten(2)
-
-
 class HeadsFirst(Rotated):
     """The heads beside the batch: `(heads batch) seq head_dim`."""
 
@@ -58,49 +48,11 @@ class Complex(Rotated):
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(table), table)).flatten(-2)
 
 
-class Partial(Rotated):
-    """Only the first features of each head are rotated."""
-
-    def turn(self, x: Tensor) -> Tensor:
-        table = self.table(x)[..., :1]
-        (a, b), rest = x[..., :2].chunk(2, -1), x[..., 2:]
-        return torch.cat([a * table.cos() - b * table.sin(), b * table.cos() + a * table.sin(), rest], -1)
-
-
-class Buffer(Rotated):
-    """The angles are a buffer; `places` says which rows are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", angles(64))
-
-    def places(self, x: Tensor) -> Tensor:
-        return torch.arange(x.shape[-2])
-
-    def table(self, x: Tensor) -> Tensor:
-        return self.rows[self.places(x)]
-
-
 class ByItem(Rotated):
     """The table is cut by the batch size."""
 
     def table(self, x: Tensor) -> Tensor:
         return angles(len(x))[:, None, None]
-
-
-class ByItemSeqFirst(SeqFirst, ByItem):
-    """The same for `seq batch embed`."""
-
-
-class ByItemComplex(Complex, ByItem):
-    """The same with complex numbers."""
-
-
-class ByItemBuffer(Buffer):
-    """The same with a buffer."""
-
-    def places(self, x: Tensor) -> Tensor:
-        return torch.arange(len(x))[:, None, None]
 
 
 class ByItemHeadsFirst(HeadsFirst):
@@ -152,10 +104,7 @@ ZERO = "Cosines and sines are applied, all of position 0: nothing is rotated."
 
 def checked(kind: type[nn.Module], batch: int, length: int) -> CheckReport:
     torch.manual_seed(3)
-    x = torch.randn(batch, length, E)
-    if issubclass(kind, SeqFirst):
-        x = x.transpose(0, 1)
-    return mha_inspect.check(kind().eval(), x)
+    return mha_inspect.check(kind().eval(), torch.randn(batch, length, E))
 
 
 def said(report: CheckReport) -> list[str]:
@@ -167,11 +116,8 @@ def said(report: CheckReport) -> list[str]:
     [
         (Rotated, 4, 4),
         (Rotated, 1, 7),
-        (SeqFirst, 2, 7),
         (HeadsFirst, 2, 2),
         (Complex, 4, 3),
-        (Partial, 3, 4),
-        (Buffer, 2, 7),
     ],
 )
 def test_right_layouts_are_not_accused(kind: type[nn.Module], batch: int, length: int) -> None:
@@ -190,9 +136,6 @@ def test_a_single_token_is_not_accused(kind: type[nn.Module], batch: int) -> Non
     [
         (ByItem, 2, 7),
         (ByItem, 4, 4),
-        (ByItemSeqFirst, 3, 5),
-        (ByItemComplex, 2, 7),
-        (ByItemBuffer, 2, 7),
         (ByItemHeadsFirst, 3, 5),
     ],
 )
