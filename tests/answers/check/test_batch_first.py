@@ -140,25 +140,3 @@ def test_a_transposition_is_printed_only_if_it_passes() -> None:
     # What is printed, run by torch: no item changes another one.
     fixed, changed = Pooled(Fixed()), torch.cat([x[:1] + 1, x[1:]])
     assert torch.equal(fixed(x)[1:], fixed(changed)[1:])
-
-
-class AddsNothing(nn.Module):
-    """A mask of regions where all places are of one region: as if a window had not been shifted."""
-
-    def __init__(self, regions: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.regions = regions
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = torch.arange(x.shape[1]) * self.regions // x.shape[1]
-        mask = (ids[:, None] != ids) * -100.0
-        return (self.q(x) @ self.k(x).mT / WIDTH**0.5 + mask).softmax(-1) @ self.v(x)
-
-
-def test_a_mask_that_adds_nothing_is_told() -> None:
-    idle, two = (check(AddsNothing(regions), torch.randn(2, 8, WIDTH)) for regions in (1, 2))
-    assert [fact.sentence for fact in idle.facts if fact.name == "mask"] == [
-        "adds 0 to every score in this call, so no key is masked out"
-    ]
-    assert "mask" not in {fact.name for fact in two.facts}

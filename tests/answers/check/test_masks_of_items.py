@@ -49,11 +49,6 @@ def of_item() -> Masked:
     return Masked(lambda mask: mask[:, None])
 
 
-def of_first() -> Masked:
-    """The mask of the first item is taken for all."""
-    return Masked(lambda mask: mask[0])
-
-
 def of_segments() -> Masked:
     """Tokens of equal segments see each other."""
     return Masked(lambda mask: (mask[:, :, None] == mask[:, None])[:, None])
@@ -88,15 +83,10 @@ def test_a_mask_of_each_item_is_right(items: int) -> None:
     assert not findings(of_item(), masks(items, hidden=False), items)
 
 
-def test_one_mask_that_is_taken_for_all_items_is_found_where_they_differ() -> None:
-    assert [finding.check for finding in findings(of_first(), masks(2, hidden=False), 2)] == ["batch"]
-
-
 @pytest.mark.parametrize(
     ("module", "mask"),
     [
         (Masked(), masks(H, hidden=False)),  # of the heads, which are as many as the items
-        (of_first(), masks(1, hidden=False).expand(H, -1, -1).clone()),
         (of_segments(), torch.arange(H * LENGTH).view(H, LENGTH) % 3 // 2),
     ],
 )

@@ -81,7 +81,3 @@ def test_one_row_for_all_tokens_is_a_suspicion(module: Encoder, row: int) -> Non
 @pytest.mark.parametrize("module", [SameRow, OfLength])
 def test_other_rows_are_right(module: type[Encoder]) -> None:
     assert not findings_of(module())
-
-
-def test_one_token_has_one_row() -> None:
-    assert not findings_of(OneRow(), length=1)
