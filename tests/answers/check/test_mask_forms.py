@@ -11,10 +11,10 @@ from mha_inspect import Intent
 from mha_inspect.answers.trace import traced
 from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import Show
-from mha_inspect.reports.check import CheckReport, Finding
+from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
 
-from ...corpus.planted import E, H, Padded
+from ...corpus.planted import E, H, Padded, Right
 
 LENGTH = 7
 ON_HEADS = "The batch axis of mask is aligned with the heads of the scores"
@@ -113,38 +113,28 @@ def test_scores_of_a_pooling_that_are_multiplied_by_the_mask_are_found() -> None
             mha_inspect.check(Pooled(is_filled=is_filled), x, given)
 
 
-IMAGES = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()
-"""Two images of 5 and 4 patches in one sequence: `query key`."""
-
-
-class Block(nn.Module):
-    """One sequence of patches, `patch embed`, with a mask that is used or forgotten."""
-
-    def __init__(self, use: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.use, self.qkv, self.out = use, nn.Linear(16, 48), nn.Linear(16, 16)
+class Forgets(Right):
+    """Takes a mask and does not pass it on."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(0, 1) for part in self.qkv(x).chunk(3, -1))
-        is_left_out = self.use == "forgotten" or (self.use == "unless all true" and bool(mask.all()))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=None if is_left_out else mask)
-        return x + self.out(y.transpose(0, 1).flatten(1))
+        return super().forward(x)
 
 
-def findings_of_images(use: str, mask: Tensor) -> tuple[Finding, ...]:
-    torch.manual_seed(1)
-    return mha_inspect.check(Block(use), torch.randn(9, 16), mask).findings
-
-
-@pytest.mark.parametrize("mask", [IMAGES, torch.zeros(9, 9).masked_fill(~IMAGES, -1e9)])
+@pytest.mark.parametrize("mask", [torch.ones(5, 5).tril().bool(), torch.full((5, 5), -1e9).triu(1)])
 def test_a_forgotten_mask_may_be_a_mistake(mask: Tensor) -> None:
-    (finding,) = findings_of_images("forgotten", mask)
+    (finding,) = mha_inspect.check(Forgets(), torch.randn(2, 5, E), mask).findings
     assert finding.sentence == "mask is given and has no effect on the output."
     assert finding.evidence.endswith("no operation reads it.")
     assert not finding.sure
 
 
-def test_a_mask_that_is_read_or_that_masks_nothing_is_not_forgotten() -> None:
-    assert findings_of_images("always", IMAGES) == ()
-    assert findings_of_images("unless all true", torch.ones_like(IMAGES)) == ()
+class LeavesOut(Padded):
+    """Leaves a mask out where it masks nothing."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores if bool(self.padding.all()) else super().mask(scores)
+
+
+def test_a_mask_that_is_left_out_where_it_masks_nothing_is_not_forgotten() -> None:
+    x = torch.randn(2, 5, E)
+    assert mha_inspect.check(LeavesOut(), x, torch.ones(2, 5, dtype=torch.bool)).findings == ()

@@ -69,13 +69,6 @@ class ByHead(Rotated):
         return angles(H)[:, None]
 
 
-class ByHeadHeadsFirst(HeadsFirst):
-    """The same, where heads and batch are one axis."""
-
-    def table(self, x: Tensor) -> Tensor:
-        return angles(H).repeat_interleave(len(x) // H, 0)[:, None]
-
-
 class AllTheSame(Rotated):
     """Every position is rotated as position 5."""
 
@@ -148,7 +141,7 @@ def test_with_one_batch_item_all_positions_are_position_0(kind: type[nn.Module])
     assert said(checked(kind, 1, 7)) == [ZERO]
 
 
-@pytest.mark.parametrize(("kind", "batch", "length"), [(ByHead, 4, 4), (ByHeadHeadsFirst, 2, 7)])
+@pytest.mark.parametrize(("kind", "batch", "length"), [(ByHead, 4, 4), (ByHead, 2, 7)])
 def test_a_table_that_is_cut_by_the_heads(kind: type[nn.Module], batch: int, length: int) -> None:
     assert said(checked(kind, batch, length)) == [BY_HEAD]
 
