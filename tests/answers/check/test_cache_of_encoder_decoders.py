@@ -67,7 +67,6 @@ def test_a_bias_of_relative_positions_is_checked_with_the_cache(name: str) -> No
 
 def test_a_second_output_that_is_no_cache_is_no_fault() -> None:
     """T5Attention returns its bias second, and fills the cache that it is given."""
-    torch.manual_seed(0)
     layer = T5Attention(T5Config(**SIZES, is_decoder=True), has_relative_attention_bias=True, layer_idx=0).eval()
     with pytest.raises(InputError, match="the second output is a tensor, which cache does not take"):
         check(layer, torch.randn(2, LENGTH, 32), intent=Intent(cache="cache"), only="cache")

@@ -46,7 +46,6 @@ def fact(report: Any, name: str) -> str:
 
 
 def test_the_facts_say_scale_sight_and_masks() -> None:
-    torch.manual_seed(0)
     x, mask = torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
     report = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, mask=mask)
     assert fact(report, "scale") == f"{D**-0.5:.4g} = 1/√head_dim (head_dim {D})"
@@ -80,7 +79,6 @@ def test_a_scale_of_another_width_is_named() -> None:
 
 
 def test_the_module_is_left_as_it_was() -> None:
-    torch.manual_seed(0)
     module = MADE["KeepsKeysBetweenCalls"](True).train()
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(1))
@@ -134,7 +132,6 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
 
 
 def test_the_assertion_tells_the_fix() -> None:
-    torch.manual_seed(0)
     assert_attention_is_right(Right(), torch.randn(B, N, E))
     said = r"^1 problem: The heads are merged (.*\n)*1\. heads: .*planted\.py:\d+\nevidence .*\nfix "
     with pytest.raises(AssertionError, match=said):
@@ -234,7 +231,6 @@ def test_the_checks_are_listed(invoke: Invoke) -> None:
 
 
 def test_a_stack_of_twelve_runs_few_times() -> None:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True, norm_first=True)
     stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     report = mha_inspect.check(stack, torch.randn(2, N, E))

@@ -103,7 +103,6 @@ class Pooled(nn.Module):
 
 
 def test_scores_of_a_pooling_that_are_multiplied_by_the_mask_are_found() -> None:
-    torch.manual_seed(0)
     x, mask = torch.randn(3, LENGTH, E), torch.ones(3, LENGTH)
     mask[0, 4:] = 0
     (finding,) = mha_inspect.check(Pooled(is_filled=False), x, mask).findings

@@ -72,7 +72,6 @@ class TwoTowers(nn.Module):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_tower_without_order_is_not_accused_and_a_text_that_sees_the_future_is(is_causal: bool) -> None:
-    torch.manual_seed(0)
     images, texts = torch.randn(3, 9, 16), torch.randn(3, 7, 16)
     report = check(TwoTowers(is_causal=is_causal).eval(), images, texts, intent=Intent(causal=True))
     assert [finding.sure for finding in report.findings if finding.check == "causal"] == [True] * (not is_causal)

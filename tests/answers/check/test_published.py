@@ -167,7 +167,6 @@ def test_published_code_is_not_accused_and_its_cache_is_continued_by_positions(
     [(Restarted, "positions restart at 0", "start_pos"), (TopLeft, "aligned top left", None)],
 )
 def test_a_mistake_that_only_chunks_show_is_found(model: type[nn.Module], cause: str, cache: str | None) -> None:
-    torch.manual_seed(0)
     module = model().eval()
     (finding,) = mha_inspect.check(module, TOKENS, intent=Intent(cache=cache)).findings
     assert (finding.check, finding.sure) == ("cache", True)

@@ -55,7 +55,6 @@ class Returning(nn.Module):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", [*COMPARED, *NOTHING])
 def test_what_is_returned_accuses_nobody(name: str) -> None:
-    torch.manual_seed(0)
     module, x = Returning({**COMPARED, **NOTHING}[name]), torch.randn(2, 5, 8)
     report = mha_inspect.check(module, x)
     assert report.findings == ()
@@ -65,7 +64,6 @@ def test_what_is_returned_accuses_nobody(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a loss and ids", "sparse", "nested", "a dataclass"])
 def test_what_is_returned_is_compared(name: str) -> None:
-    torch.manual_seed(0)
     module, other, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
     assert mha_inspect.diff(module, other, x, same_weights=False).outcome == "differs"
     assert mha_inspect.diff(module, other, x, same_weights=True).outcome == "same"
@@ -95,7 +93,6 @@ class Slots(nn.Module):
 
 
 def test_what_one_look_holds_for_several_tensors_is_held_for_each() -> None:
-    torch.manual_seed(0)
     report = mha_inspect.check(Slots(), torch.randn(2, 5, 8))
     assert report.findings == ()
     assert {"heads", "softmax"} <= {passed.check for passed in report.held}

@@ -113,7 +113,6 @@ def test_right_heads_are_not_accused(batch: int, length: int) -> None:
 @pytest.mark.parametrize("tokens", [H, 5])
 def test_one_run_shows_heads_that_are_merged_without_a_transpose(tokens: int) -> None:
     """Also with as many tokens as heads: a row is then one head of all tokens."""
-    torch.manual_seed(0)
     trace = mha_inspect.trace(MergedByView().eval(), torch.randn(2, tokens, E))
     (finding,) = trace.findings
     assert finding.sentence.startswith("The heads are merged in a wrong order")
