@@ -160,3 +160,6 @@ def test_queries_that_are_blind_in_some_heads_or_in_all() -> None:
     assert "4 queries have every key masked out in at least one head (first: query 1 of batch item 0)" in notes
     notes = " ".join(mha_inspect.trace(Blind(third_query()).eval(), x).notes)
     assert "2 queries have every key masked out (first: query 2 of batch item 0)" in notes
+    mask[0, 1], mask[2, 3], mask[1] = False, False, torch.ones(N, N, dtype=torch.bool).triu(1)
+    seen = fact(mha_inspect.check(Blind(mask).eval(), x))
+    assert seen == "every query sees every key, in at least one head: the masks of the heads differ"

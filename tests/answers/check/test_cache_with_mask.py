@@ -138,6 +138,7 @@ def test_a_mask_of_the_new_tokens_alone_is_another_convention() -> None:
     assert any("new tokens" in note for note in report.notes)
 
 
-def test_padding_on_the_right_is_no_matter_of_a_cache() -> None:
-    report = report_of(Cached("positions"), padding_side="right")
-    assert [finding for finding in report.findings if finding.check == "cache"] == []
+def test_where_a_cut_argument_gives_other_positions_the_line_is_mended() -> None:
+    finding = finding_of(report_of(Cached("counted", window=5), window=5))
+    assert "10 keys, mask of 11" in finding.sentence
+    assert "[..., -10:] for the last 10 keys" in finding.fix

@@ -19,7 +19,7 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
-from ...corpus.planted import MADE, B, D, E, H, N, Right
+from ...corpus.planted import MADE, B, D, E, H, N, Right, future
 from ...hf_sizes import flags_of
 from ...warm import Answer
 
@@ -54,6 +54,8 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
     turned = mha_inspect.check(MADE["PaddingTurnedRound"](True), x, mask=~mask)
     assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
     assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
+    idle = mha_inspect.check(Right(mask=lambda module, scores: scores + -100.0 * (future(scores) & False)), x)
+    assert fact(idle, "mask") == "adds 0 to every score in this call, so no key is masked out"
     window = mha_inspect.check(MADE["WindowOneWide"](False), x)
     (picture,) = [seen.picture for seen in window.facts if seen.picture]
     assert picture[:5] == ("■·········", "■■········", "■■■·······", "■■■■······", "·■■■■·····")
@@ -112,6 +114,7 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     assert "gradients cannot be computed" in reasons["parameters"]
     assert "meta" in reasons["heads"]
     assert {passed.check for passed in report.held} == {"scale", "parameters"}
+    assert "every projection is used once" in {passed.sentence for passed in report.held}
     assert report.runs == 1
     assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), x).ok
 

@@ -15,7 +15,7 @@ from mha_inspect.layers.spec import Show
 from mha_inspect.reports.check import CheckReport, Finding
 from mha_inspect.running.subject import Subject
 
-from ...corpus.planted import E, H, Padded, Right, folded, future
+from ...corpus.planted import MADE, B, E, H, N, Padded, Right, folded, future
 
 KEEP: dict[str, Any] = {"padding": "mask", "padding_true": "keep"}
 
@@ -206,3 +206,20 @@ def test_a_sum_that_counts_masked_keys_is_the_fault_and_no_mixing_of_positions()
     assert finding.check == "softmax"
     assert "divided by something other than the sum" in finding.sentence
     assert "sum" in finding.fix
+
+
+def test_the_keys_that_some_items_see_are_counted() -> None:
+    assert sight(checked(Padded(), marks((1, 8), 8))) == "every query sees 1 to 8 of 8 keys"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MaskBeforeCap", "undoes the mask"),
+        ("ConvolutionSeesAhead", "no attention weight: another operation mixes positions."),
+        ("CausalWithoutItself", " queries give no weight to their own key; the first is query 1."),
+    ],
+)
+def test_a_mistake_is_told_with_what_it_does(name: str, said: str) -> None:
+    (finding,) = mha_inspect.check(MADE[name](True), torch.randn(B, N, E), intent=Intent(causal=True)).findings
+    assert said in f"{finding.sentence} {finding.evidence}"

@@ -15,8 +15,9 @@ import mha_inspect
 from mha_inspect.reports.check import CheckReport, Finding
 from mha_inspect.reports.trace import Trace
 
-from ...corpus.planted import B, D, E, N, Right
+from ...corpus.planted import D, E, Right
 
+B, N = 2, 6
 SCALE = D**-0.5
 INDEX = torch.arange(N)
 FUTURE = INDEX[None] > INDEX[:, None]
@@ -131,17 +132,3 @@ def test_no_other_operation_is_blamed_if_the_order_of_the_keys_is_unknown() -> N
         lambda index, scores: scores.flip(-1).masked_fill(FUTURE[index], -torch.inf).softmax(-1).flip(-1)
     )
     assert [finding.sentence for finding in checked(flipped).findings] == ["An output depends on a future token."]
-
-
-class HeadsOfOne(Right):
-    """Heads of one feature: a transpose of them is no other order in memory."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (E, 1)).transpose(1, 2)
-
-
-def test_heads_of_one_feature_are_not_split_without_a_transpose() -> None:
-    (attention,) = mha_inspect.trace(HeadsOfOne().eval(), torch.randn(2, 5, E)).attentions
-    assert attention.kind == ("self",)
-    axes = {stage.name: stage.axes for stage in attention.stages}
-    assert axes["q_proj"] == "batch query heads"

@@ -45,17 +45,6 @@ class Grouped(Right):
         return super().attend(q, *(t.repeat_interleave(H // t.shape[1], 1) for t in (k, v)))
 
 
-class Masked(Right):
-    """The mask is a buffer of the state dict."""
-
-    def __init__(self, diagonal: int = 1) -> None:
-        super().__init__()
-        self.register_buffer("future", torch.ones(N, N).triu(diagonal).bool())
-
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.future, -1e9)
-
-
 def against(module: nn.Module, reference: nn.Module) -> CheckReport:
     return mha_inspect.check(module, X, intent=Intent(reference=reference), only=["reference"])
 
@@ -88,12 +77,6 @@ def test_a_mistake_is_found_with_weights_that_are_copied_by_head() -> None:
             part.bias.copy_(module.qkv.bias[rows * E : (rows + 1) * E])
         trusted.o.load_state_dict(module.out.state_dict())
         assert f"by {float((module(X) - trusted(X)).abs().max()):.3g};" in finding.sentence
-
-
-def test_a_mask_in_a_buffer_of_the_reference_is_its_own() -> None:
-    assert against(drawn(Masked, 1), drawn(Masked, 2)).findings == ()
-    (finding,) = against(drawn(Masked, 1, 2), drawn(Masked, 2)).findings
-    assert "masked_scores" in finding.sentence
 
 
 @pytest.mark.parametrize(

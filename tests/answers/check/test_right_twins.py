@@ -290,12 +290,6 @@ def test_weights_of_nan_that_are_replaced_may_be_meant(replaced: bool) -> None:
     assert finding.sentence == "A query with every key masked out gives NaN, first in weights."
 
 
-def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
-    report = check(Right(), torch.full((B, N, E), math.nan))
-    assert report.findings == ()
-    assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
-
-
 class Scored(Right):
     """Causal attention with scores of any size, and a mask that is added: 0 keeps a key."""
 

@@ -92,11 +92,6 @@ def test_a_view_lets_each_head_see_the_tokens_that_are_counted(length: int) -> N
     assert sentence.endswith(f"each head sees only {sees(ByView(), length)} tokens.")
 
 
-def test_a_view_of_as_many_tokens_as_heads_attends_within_tokens() -> None:
-    assert sees(ByView(), H) == 1
-    assert "within each token" in only(checked(ByView(), 2, H)).sentence
-
-
 def test_a_query_that_is_split_alone_lets_each_head_see_all_tokens() -> None:
     sentence = only(checked(QueryByView(), 2, 9)).sentence
     assert "sees only" not in sentence

@@ -189,3 +189,14 @@ def test_the_command_and_the_library(tmp_path, invoke):
     assert (code, err, out) == (0, "", str(report) + "\n")
     with pytest.raises(TypeError, match="are paths of checkpoints, which take no other argument"):
         mha_inspect.diff(*files, torch.zeros(3))
+
+
+def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
+    """As Linears that vit-pytorch has beside a query of its own."""
+    right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
+    right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    left = {name: tensor for name, tensor in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
+    left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
+    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
+    assert (report.only_left, report.only_right) == ((), ())
+    assert report.answer[-1] == "K and v are the same, in one tensor on the left and in two on the right."

@@ -308,3 +308,12 @@ def test_heads_of_unusual_numbers_are_named(tmp_path):
         "W_v of a: head 5 is not finite (NaN or inf).",
     )
     assert all(parameter.heads is None for parameter in report.parameters)
+
+
+def test_layers_that_are_alike_are_one_row_of_the_page(tmp_path):
+    named = {f"layers.{i}.{p}_proj.weight": torch.zeros(4, 4) for i in range(12) for p in "qkvo"}
+    page = to_text(params_of_checkpoint(saved(tmp_path / "x.safetensors", named)), "plain")
+    assert "layers.0–11.q_proj.weight ×12" in page
+    assert page.count("q_proj") == 1
+    assert "total" in page
+    assert "768" in page  # 12 layers of 4 matrices of 16

@@ -170,12 +170,6 @@ def test_only_some_are_transposed(tmp_path):
     assert "h.0.attn.c_proj.weight is square: could not determine whether transposed" in said
 
 
-def test_one_layer_is_transposed_and_another_is_not(tmp_path):
-    model = Model()
-    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\.1"), model)
-    assert names_of(report.like.transposed) == [f"h.1.{name}.weight" for name in NAMES]
-
-
 def test_exchanged_layers_are_not_transposed(tmp_path):
     model = Model(kind=Separate, layers=1, bias=False)
     state = model.state_dict()

@@ -32,20 +32,6 @@ def test_a_layer_that_is_called_itself_fails_at_the_call_of_trace() -> None:
     assert "torch/" not in failure.source
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, attn_mask=torch.zeros(9, 9))[0]  # type: ignore[no-any-return]
-
-
-def test_the_innermost_line_of_the_user_is_shown() -> None:
-    failure = failure_of(Around(), torch.randn(2, 7, 32))
-    assert failure.line.startswith("return self.attention(x, x, x")
-
-
 def test_a_block_fails_at_its_own_line() -> None:
     layer, x = nn.MultiheadAttention(32, 4), torch.randn(2, 7, 32)
     with pytest.raises(AssertionError), recording() as seen:

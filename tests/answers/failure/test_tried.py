@@ -86,22 +86,6 @@ def test_a_view_that_makes_positions_of_features(batch, tokens, head_dim, count)
     assert cause.fix == f"Use head_dim {head_dim} in that view ({count} heads, width {count * head_dim})."
 
 
-def test_the_mask_shows_a_view_that_makes_positions_of_features():
-    x = floats(2, 12, 32)
-    cause = cause_of(Attention(head_dim=16), x, x, torch.ones(12, 12, dtype=torch.bool))
-    assert cause.name == "wrong_head_dim"
-    assert "12 tokens of 64 features" in cause.explanation
-
-
-def test_a_view_that_joins_tokens():
-    """The heads are too wide: 4 heads of 8 of only 16 features take two tokens for one position."""
-    body = Body(lambda x, q, o: o(q(x).view(2, -1, 4, 8).flatten(2)), q=nn.Linear(32, 16), o=nn.Linear(16, 32))
-    cause = cause_of(body, floats(2, 12, 32))
-    assert "has 12 tokens of 16 features" in cause.explanation
-    assert "makes 6 positions" in cause.explanation
-    assert cause.fix == "Use head_dim 4 in that view (4 heads, width 16)."
-
-
 def test_a_projection_of_another_width_is_no_wrong_view():
     """The right twin: as many positions as tokens, and an output projection made for another width."""
     body = Body(
@@ -203,14 +187,6 @@ def test_a_cause_without_a_fix_has_no_row_for_it():
     assert "\nfix" not in page
 
 
-def test_a_layer_and_an_input_of_another_dtype():
-    layer = nn.MultiheadAttention(24, 3, batch_first=True)
-    cause = cause_of(Body(lambda x, attn: attn(x, x, x), attn=layer), floats(2, 7, 24).double())
-    assert "float64; the other tensors are float32" in cause.explanation
-    assert cause.fix.startswith("Use ")
-    assert ".to(torch.float32), or convert the module with .to(torch.float64)" in cause.fix
-
-
 def test_a_layer_for_other_keys():
     layer = nn.MultiheadAttention(24, 3, batch_first=True)
     body = Body(lambda x, y, attn: attn(x, y, y), attn=layer)
@@ -293,3 +269,11 @@ def test_a_mask_of_keys_is_passed_with_the_name_and_the_meaning_that_the_called_
     # The oracle: torch runs with what is printed.
     code = cause.fix.partition("=")[2].split(" if ")[0].split(": ")[0].rstrip(".")
     layer()(*[floats(2, 5, 8)] * inputs, **{name: eval(code, {"m": mask})})
+
+
+def test_a_layer_and_an_input_of_another_dtype():
+    layer = nn.MultiheadAttention(24, 3, batch_first=True)
+    cause = cause_of(Body(lambda x, attn: attn(x, x, x), attn=layer), floats(2, 7, 24).double())
+    assert "float64; the other tensors are float32" in cause.explanation
+    assert cause.fix.startswith("Use ")
+    assert ".to(torch.float32), or convert the module with .to(torch.float64)" in cause.fix
