@@ -171,15 +171,21 @@ class Alone(Model):
 """
 
 
-def test_the_command_finds_and_lets_pass(tmp_path: Path, invoke: Invoke) -> None:
+@pytest.fixture
+def checked(tmp_path: Path, invoke: Invoke) -> Callable[..., tuple[int, str]]:
+    """Return a function that checks a class of the model, and returns the code and what is printed."""
     path = tmp_path / "model.py"
     path.write_text(MODEL, encoding="utf-8")
 
-    def checked(name: str, *words: str) -> tuple[int, str]:
+    def run(name: str, *words: str) -> tuple[int, str]:
         sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "6")
         code, out, err = invoke("check", f"{path}:{name}", *sizes, *words)
         return code, out + err
 
+    return run
+
+
+def test_the_command_finds_and_lets_pass(tmp_path: Path, checked: Callable[..., tuple[int, str]]) -> None:
     code, said = checked("Model", "--causal", "--mask", "mask=keep")
     assert code == 0
     assert said.startswith("nothing wrong in ")
@@ -190,9 +196,14 @@ def test_the_command_finds_and_lets_pass(tmp_path: Path, invoke: Invoke) -> None
     code, said = checked("Model", "--mask", "mask=ignore", "--only", "padding", "--json")
     assert code == 1
     assert [finding["check"] for finding in json.loads(said)["findings"]] == ["padding"]
-    code, said = checked("Model", "--set", "late=2", "--reference", f"{path}:Trusted", "--only", "reference")
+    code, said = checked(
+        "Model", "--set", "late=2", "--reference", f"{tmp_path / 'model.py'}:Trusted", "--only", "reference"
+    )
     assert code == 1
     assert "the first difference is in masked_scores of attention 1" in said
+
+
+def test_the_command_says_what_the_forward_takes(checked: Callable[..., tuple[int, str]]) -> None:
     code, said = checked("Alone", "--causal")
     assert code == 0
     assert "batch (the batch has one item" in said
@@ -205,7 +216,7 @@ def test_the_command_finds_and_lets_pass(tmp_path: Path, invoke: Invoke) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "said"),
     [
         ("--window 0", "window 0 is too small"),
         ("--batch-axis 7", "batch_axis 7 is unknown. Use 0 or 1."),
@@ -214,9 +225,9 @@ def test_the_command_finds_and_lets_pass(tmp_path: Path, invoke: Invoke) -> None
         ("--mask mask=yes", "NAME=keep or NAME=ignore"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Invoke) -> None:
+def test_what_cannot_be_meant_is_refused(line: str, said: str, invoke: Invoke) -> None:
     code, out, err = invoke("check", *line.split())
-    assert (code, out, told in err) == (2, "", True), err
+    assert (code, out, said in err) == (2, "", True), err
 
 
 @pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])

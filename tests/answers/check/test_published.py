@@ -152,11 +152,11 @@ def llama_model() -> tuple[nn.Module, tuple[Any, ...]]:
     return LlamaModel(), (TOKENS,)
 
 
-@pytest.mark.parametrize(("made", "cache"), [(llama, "start_pos"), (gpt_fast, "input_pos"), (llama_model, None)])
+@pytest.mark.parametrize(("draw", "cache"), [(llama, "start_pos"), (gpt_fast, "input_pos"), (llama_model, None)])
 def test_published_code_is_not_accused_and_its_cache_is_continued_by_positions(
-    made: Callable[[], tuple[nn.Module, tuple[Any, ...]]], cache: str | None
+    draw: Callable[[], tuple[nn.Module, tuple[Any, ...]]], cache: str | None
 ) -> None:
-    module, args = made()
+    module, args = draw()
     report = mha_inspect.check(module, *args, intent=Intent(causal=True, scale="sqrt_head_dim", cache=cache))
     assert report.findings == ()
     assert {"cache", "causal", "scale", "grouped", "rotary"} <= {passed.check for passed in report.held}

@@ -43,10 +43,10 @@ NOTHING: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Returning(nn.Module):
-    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self._made = made
+        self._made = make
 
     def forward(self, x: Tensor) -> Any:
         return self._made(self.attention(x, x, x)[0])
@@ -64,9 +64,9 @@ def test_what_is_returned_accuses_nobody(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a loss and ids", "sparse", "nested", "a dataclass"])
 def test_what_is_returned_is_compared(name: str) -> None:
-    module, other, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
-    assert mha_inspect.diff(module, other, x, same_weights=False).outcome == "differs"
-    assert mha_inspect.diff(module, other, x, same_weights=True).outcome == "same"
+    module, changed, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
+    assert mha_inspect.diff(module, changed, x, same_weights=False).outcome == "differs"
+    assert mha_inspect.diff(module, changed, x, same_weights=True).outcome == "same"
 
 
 def test_an_imaginary_part_is_compared() -> None:

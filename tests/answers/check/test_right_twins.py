@@ -151,6 +151,7 @@ def test_similarities_of_items_do_not_mix_them() -> None:
     assert not check(Similarities(), given()).findings
     (finding,) = check(MixedSimilarities(), given()).findings
     assert finding.check == "batch"
+    assert finding.sentence == "Changing one batch item changes the output of another."
 
 
 class Mixes(Right):

@@ -130,8 +130,8 @@ def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., An
         ("k_heads", "k", "batch key heads head_dim"),
     ]
     page = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512").out
-    told = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
-    assert sorted(told, key=page.index) == told
+    words = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
+    assert sorted(words, key=page.index) == words
     assert page.count("k was split but not transposed") == 1
 
 
@@ -357,9 +357,9 @@ def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(lazy_
     failure = json.loads(answer.out)["failure"]
     assert failure["source"] == f"lazy.py:{lazy_file}"
     assert failure["cause"]["name"] == "heads_do_not_divide"
-    told = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
-    assert told.code == 1
-    assert f"(lazy.py:{lazy_file})" in told.err
+    answer = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
+    assert answer.code == 1
+    assert f"(lazy.py:{lazy_file})" in answer.err
 
 
 def test_a_target_whose_error_says_nothing_is_told_in_a_line(lazy_file: int, invoke: Callable[..., Any]):
