@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,22 +62,3 @@ def test_rows_that_lie_by_group_are_not_those_of_the_name() -> None:
 
 def test_the_right_rows_are_no_suspicion() -> None:
     assert suspicions(ByGroup(rows_by_group())) == []
-
-
-class Separate(nn.Module):
-    """LoRA beside projections of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.q_lora = nn.Sequential(nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.q(x) + self.q_lora(x), self.k(x), self.v(x)
-        q, k, v = (part.unflatten(-1, (HEADS, D)).transpose(1, 2) for part in (q, k, v))
-        return self.o(((q @ k.mT / D**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("module", [Separate()])
-def test_a_factor_beside_its_own_projection_is_no_suspicion(module: nn.Module) -> None:
-    assert suspicions(module) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mha_inspect.answers.check.arguments import Arguments, second_output, sources_of
+from mha_inspect.answers.check.arguments import Arguments, sources_of
 from mha_inspect.answers.check.intent import Intent
 from mha_inspect.running.subject import Subject
 
@@ -56,10 +56,3 @@ def test_a_mask_keeps_the_keys_so_far_and_a_table_has_a_row_for_each_token():
     assert cut["ids"].tolist() == [[5], [12]]
     cos, sin = piece(5, 6, freqs_cis=(table[None], table[None] + 1))["freqs_cis"]
     assert (cos.tolist(), sin.tolist()) == ([[[15, 16, 17]]], [[[16, 17, 18]]])
-
-
-def test_the_second_output_is_the_first_after_the_output_that_is_not_none():
-    assert second_output(("out", None, "cache")) == "cache"
-    assert second_output({"logits": "out", "past": "cache"}) == "cache"
-    assert second_output(torch.ones(2)) is None
-    assert second_output(("out",)) is None

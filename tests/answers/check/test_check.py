@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,376 +19,26 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
-from ...corpus.planted import MADE, B, D, E, H, N, Padded, Right, fused, halves
+from ...corpus.planted import MADE, B, D, E, H, N, Right, future
 from ...hf_sizes import flags_of
+from ...warm import Answer
 
-
-def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
-    class Rotated(Right):
-        def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = super().heads(x)
-            return halves(q).to(x.dtype), halves(k).to(x.dtype), v
-
-    torch.manual_seed(0)
-    report = mha_inspect.check(Rotated(**fused()).bfloat16(), torch.randn(B, N, E).bfloat16(), only=["rotary"])
-    assert (report.findings, [passed.check for passed in report.held]) == ((), ["rotary"])
-
-
-@pytest.mark.parametrize("leaks", [True, False])
-def test_an_attribute_alone_is_no_proof_that_attention_is_causal(leaks: bool) -> None:
-    class Summarized(Right):
-        """Queries see the tokens before them, and after these a key that is made of the first token alone."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.is_causal = True
-
-        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (torch.cat([t, t[:, :, -1:] if leaks else t[:, :, :1]], 2) for t in (k, v))
-            seen = torch.ones(N, N + 1, dtype=torch.bool).tril()
-            seen[1:, -1] = True
-            scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -torch.inf)
-            return scores.softmax(-1) @ v
-
-    torch.manual_seed(0)
-    findings = mha_inspect.check(Summarized(), torch.randn(B, N, E)).findings
-    assert [(found.check, found.sure) for found in findings] == ([("causal", False)] if leaks else [])
-
-
-@pytest.mark.parametrize("leaks", [True, False])
-def test_an_output_that_sees_its_future_beside_causal_attention_may_be_a_fault(leaks: bool) -> None:
-    torch.manual_seed(0)
-    findings = mha_inspect.check(MADE["NormOverPositions"](leaks), torch.randn(B, N, E)).findings
-    assert [(found.check, found.sure) for found in findings] == [("causal", False)] * leaks
-
-
-@pytest.mark.parametrize("given", ["lengths", "triangle"])
-def test_a_triangle_over_the_batch_is_a_fault_unless_the_inputs_say_the_lengths(given: str) -> None:
-    class Lengths(Padded):
-        def mask(self, scores: Tensor) -> Tensor:
-            return scores.masked_fill(~self.padding[:B, None, None], -1e9)
-
-    torch.manual_seed(0)
-    mask = torch.ones(N, N, dtype=torch.bool).tril()
-    findings = mha_inspect.check(Lengths(), torch.randn(B, N, E), mask[: B if given == "lengths" else N]).findings
-    assert [finding.check for finding in findings if finding.check != "padding"] == ["causal"] * (given == "triangle")
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_that_leaks_through_a_query_without_keys_is_told_as_that(side: Any) -> None:
-    class Early(Padded):
-        def mask(self, scores: Tensor) -> Tensor:
-            return super().mask(scores).masked_fill(torch.ones(N, N, dtype=torch.bool).triu(), -1e9)
-
-    torch.manual_seed(0)
-    intent = Intent(padding="mask", padding_true="keep", padding_side=side)
-    padding, causal = mha_inspect.check(Early(), torch.randn(B, N, E), intent=intent).findings
-    assert (padding.check, causal.check, causal.sure) == ("padding", "causal", False)
-    assert "a query with every key masked out" in padding.sentence
-
-
-@pytest.mark.parametrize("hides_memory", [True, False])
-def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_memory: bool) -> None:
-    class Translator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.TransformerEncoderLayer(E, H, 14, batch_first=True)
-            self.decoder = nn.TransformerDecoderLayer(E, H, 14, batch_first=True)
-
-        def forward(self, x: Tensor, mask: Tensor | None = None, decoder_x: Tensor | None = None) -> Any:
-            pads = None if mask is None else ~mask.bool()
-            memory = self.encoder(x, src_key_padding_mask=pads)
-            return self.decoder(decoder_x, memory, memory_key_padding_mask=pads if hides_memory else None)
-
-    torch.manual_seed(0)
-    given = {"decoder_x": torch.randn(B, N, E)}
-    intent = Intent(padding="mask", padding_true="keep")
-    report = mha_inspect.check(Translator().eval(), torch.randn(B, N, E), intent=intent, only=["padding"], **given)
-    assert [finding.check for finding in report.findings] == ["padding"] * (not hides_memory)
-    assert ("padding" in {passed.check for passed in report.held}) == hides_memory
+Invoke = Callable[..., Answer]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_our_layers_are_right(layer: str, invoke: Callable[..., Any]) -> None:
-    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "5", "--json")
-    code, out, _ = invoke("check", "--layer", layer, *sizes)
-    assert code == 0
-    assert json.loads(out)["findings"] == []
-    code, out, _ = invoke("check", "--layer", layer, *sizes, "--causal", "--scale", "sqrt_head_dim")
+def test_our_layers_are_right(layer: str, invoke: Invoke) -> None:
+    line = f"check --layer {layer} --embed-dim 12 --num-heads 2 --seq-len 5 --causal --scale sqrt_head_dim --json"
+    code, out, _ = invoke(*line.split())
     assert (code, json.loads(out)["findings"]) == (0, [])
 
 
-class Mixes(Right):
-    """Neighbours are mixed before, and heads after, attention with a bias for distance: all of it on purpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.talk = nn.Conv1d(E, E, 3), nn.Linear(H, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.conv(nn.functional.pad(x.mT, (2, 0))).mT)
-
-    def mask(self, scores: Tensor) -> Tensor:
-        n = scores.shape[-1]
-        distance = (torch.arange(n)[:, None] - torch.arange(n)).float()
-        return (scores - 0.3 * distance).masked_fill(distance < 0, -1e9)
-
-    def weigh(self, scores: Tensor) -> Tensor:
-        return self.talk(scores.softmax(-1).movedim(1, -1)).movedim(-1, 1)
-
-
-class MergesTokens(Right):
-    """Every two tokens become one key."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.unflatten(2, (-1, 2)).mean(3) for t in (k, v))
-        return (q @ k.mT / D**0.5).softmax(-1) @ v
-
-
-class SharesMemory(Right):
-    """Keys of the whole batch stand beside each row's own."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (torch.cat((t, t.mean((0, 2), keepdim=True).expand(B, H, 1, D)), 2) for t in (k, v))
-        return (q @ k.mT / D**0.5).softmax(-1) @ v
-
-
-class Patches(Right):
-    """Takes an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cut = nn.Conv2d(3, E, 4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.cut(x).flatten(2).mT)
-
-
-class Hides(Right):
-    """A mask hides these keys from every query."""
-
-    def __init__(self, *keys: int) -> None:
-        super().__init__()
-        self.keys = torch.zeros(N, dtype=torch.bool)
-        self.keys[list(keys)] = True
-
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.keys, -math.inf)
-
-
-class LeftPadded(Right):
-    """Goes on from a cache, and fills with the lowest number, so that a query whose keys are all masked sees all."""
-
-    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Any:
-        q, k, v = self.heads(x)
-        k, v = (k, v) if past is None else (torch.cat(pair, 2) for pair in zip(past, (k, v), strict=True))
-        n, m = q.shape[2], k.shape[2]
-        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n + self.late) & (mask[:, None, None, :] != 0)
-        scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, torch.finfo(q.dtype).min)
-        return self.o(self.join(scores.softmax(-1) @ v)), (k, v)
-
-    late = 0
-
-
-@pytest.mark.parametrize("late", [0, -1])
-def test_padding_on_the_left_is_no_difference_between_chunks_and_one_call(late: int) -> None:
-    torch.manual_seed(0)
-    module, x, mask = LeftPadded(), torch.randn(B, N, E), torch.ones(B, N)
-    mask[0, :2] = 0
-    with torch.no_grad():
-        whole, past = module(x, mask)[0], module(x[:, :2], mask[:, :2])
-    assert not torch.allclose(whole[0, :2], past[0][0])
-    assert torch.allclose(whole[1, :2], past[0][1], atol=1e-6)
-    module.late = late
-    report = mha_inspect.check(module, x, mask, intent=Intent(causal=True))
-    assert report.ok == (late == 0)
-    judged = {each.check for each in (*report.held, *report.findings)}
-    assert ("cache" if report.ok else "causal") in judged  # until the mask is right, chunks differ by its fault
-
-
-class HidesAndDiscards(Hides):
-    """The result of the attention is not used."""
-
-    def join(self, x: Tensor) -> Tensor:
-        return super().join(x) * 0
-
-
-class NewGate(Right):
-    """A gate of the tokens multiplies the result; a new one is zero, as in diffusion transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(E, E)
-        nn.init.zeros_(self.gate.weight)
-        nn.init.zeros_(self.gate.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate(x) * super().forward(x)
-
-
-def test_a_result_that_new_parameters_multiply_by_zero_is_not_called_unused() -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(NewGate(), torch.randn(B, N, E))
-    assert [finding.check for finding in report.findings] == []
-    assert "zeros" in next(each.reason for each in report.left_out if each.check == "mixing")
-
-
-class Codes(Right):
-    """Each token is replaced by the nearest row of a table, as in a codec: no gradient passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        coded: Tensor = self.table(torch.cdist(super().forward(x), self.table.weight).argmin(-1))
-        return coded + x
-
-
-class Doubled(torch.autograd.Function):
-    """Runs a module without autograd, and computes its gradients in a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.module = module
-        return x + Right.forward(module, x)  # type: ignore[arg-type, no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            given = x.detach().requires_grad_()
-            (given + Right.forward(ctx.module, given)).backward(*gradients)
-        assert given.grad is not None
-        return given.grad, None
-
-
-class Reversible(Right):
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x + 0 * self.o.bias, self)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [Codes, Reversible])
-def test_a_projection_without_gradient_on_purpose_is_not_accused(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    assert mha_inspect.check(kind(), torch.randn(B, N, E), only=["parameters"]).findings == ()
-
-
-def first_head(change: Callable[[Tensor], Tensor]) -> Right:
-    return Right(join=lambda m, x: Right.join(m, torch.cat([change(x[:, :1]), x[:, 1:]], 1)))
-
-
-def test_keys_of_a_slice_of_a_packed_weight_are_told_as_detached() -> None:
-    def heads(m: Any, x: Tensor) -> list[Tensor]:
-        q, k, v = (m.split(x @ part.mT) for part in m.packed.weight.chunk(3))
-        return [q, k.detach(), v]
-
-    torch.manual_seed(0)
-    parts = {name: partial(nn.Identity) for name in "qkv"}
-    module = Right(heads=heads, packed=partial(nn.Linear, E, 3 * E, bias=False), **parts)
-    (finding,) = mha_inspect.check(module, torch.randn(B, N, E), only=["parameters"]).findings
-    assert finding.sure
-    assert f"gets no gradient for features {E}–{2 * E - 1} of {3 * E}" in finding.sentence
-
-
-@pytest.mark.parametrize(
-    ("module", "says"),
-    [
-        (first_head(torch.detach), "the autograd graph is cut"),
-        (first_head(torch.zeros_like), "do not affect the output"),
-        (MADE["CausalAlongHeads"](True), "do not affect the output"),  # the first head sees one key
-    ],
-)
-def test_features_without_an_effect_are_not_called_detached(module: nn.Module, says: str) -> None:
-    torch.manual_seed(0)
-    findings = mha_inspect.check(module, torch.randn(B, N, E), only=["parameters"]).findings
-    assert findings
-    assert {(says in finding.sentence, finding.sure) for finding in findings} == {(True, "cut" in says)}
-
-
-@pytest.mark.parametrize("keys", [(N // 2, N - 1), tuple(range(1, N)), tuple(range(N - 1))])
-def test_a_token_that_a_mask_hides_is_no_proof_that_tokens_do_not_mix(keys: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(B, N, E)
-    report = mha_inspect.check(Hides(*keys), x)
-    assert report.findings == ()
-    assert "mixing" in {passed.check for passed in report.held}
-    (finding,) = mha_inspect.check(HidesAndDiscards(*keys), x, only=["mixing"]).findings
-    hidden = re.findall(r"token (\d+)|or (\d+)", finding.evidence)
-    assert finding.sure
-    assert {int(one or other) for one, other in hidden}.isdisjoint(keys)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape", "causal", "may_be"),
-    [
-        (Mixes, (B, N, E), True, []),
-        (MergesTokens, (B, N, E), None, []),
-        (SharesMemory, (B, N, E), None, ["batch"]),
-        (Patches, (2, 3, 8, 8), None, []),
-    ],
-)
-def test_what_is_meant_is_no_fault(
-    kind: type[nn.Module], shape: tuple[int, ...], causal: bool | None, may_be: list[str]
-) -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(kind(), torch.randn(shape), intent=Intent(causal=causal))
-    assert report.ok
-    assert [finding.check for finding in report.findings] == may_be
-
-
-class RowsOfAlignments(Right):
-    """Items of one alignment have one weight matrix: the batch is divided in two, and scores are summed over items."""
-
-    def __init__(self, *, leaks: bool = False) -> None:
-        super().__init__()
-        self.leaks = leaks
-
-    def forward(self, x: Tensor, rows: int = 3) -> Tensor:
-        q, k, v = (t.unflatten(0, (-1, rows)) for t in self.heads(x))
-        q = q - q.mean((0, 1), keepdim=True) if self.leaks else q
-        weights = (torch.einsum("arhqd,arhkd->ahqk", q, k) / (rows * D) ** 0.5).softmax(-1)
-        return self.o(self.join((weights[:, None] @ v).flatten(0, 1)))
-
-
-class CentredQueries(Right):
-    """The mean over the batch is subtracted; a whole number divides the batch, and nothing else does."""
-
-    def forward(self, x: Tensor, layers: int = 2) -> Tensor:
-        q, k, v = self.heads(x)
-        for _ in range(layers):
-            q = q - 0.5 * q.mean(0)
-        return self.o(self.join(self.attend(q, k, v)))
-
-
-@pytest.mark.parametrize("given", [{}, {"rows": 3}, {"rows": 6}, {"rows": 2}])
-def test_items_of_the_batch_share_scores_in_the_groups_that_a_view_makes(given: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    x, rows = torch.randn(6, N, E), given.get("rows", 3)
-    (finding,) = mha_inspect.check(RowsOfAlignments(), x, only=["batch"], **given).findings
-    groups = "1 group" if rows == 6 else f"{6 // rows} groups"
-    assert f"correct if dimension 0 has {groups} of {rows} items, as a view divides it (" in finding.sentence
-    assert not finding.sure
-    leak = mha_inspect.check(RowsOfAlignments(leaks=True), x, only=["batch"], **given)
-    assert [finding.sure for finding in leak.findings] == [rows < 6]
-
-
-def test_a_whole_number_that_divides_the_batch_is_no_proof_that_items_may_leak() -> None:
-    torch.manual_seed(0)
-    (finding,) = mha_inspect.check(CentredQueries(), torch.randn(6, N, E), layers=3, only=["batch"]).findings
-    assert finding.sure
-
-
-HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "openai-gpt"])
+def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Invoke) -> None:
     pytest.importorskip("transformers")
     code, out, _ = invoke("check", f"hf:{name}", *flags_of(name), "--seq-len", "6", "--json")
-    assert [finding for finding in json.loads(out)["findings"] if finding["sure"]] == []
     assert code == 0
+    assert not any(finding["sure"] for finding in json.loads(out)["findings"])
 
 
 def fact(report: Any, name: str) -> str:
@@ -397,7 +46,6 @@ def fact(report: Any, name: str) -> str:
 
 
 def test_the_facts_say_scale_sight_and_masks() -> None:
-    torch.manual_seed(0)
     x, mask = torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
     report = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, mask=mask)
     assert fact(report, "scale") == f"{D**-0.5:.4g} = 1/√head_dim (head_dim {D})"
@@ -405,134 +53,34 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
     assert fact(report, "mask") == "mask: True keeps a key, False ignores it"
     turned = mha_inspect.check(MADE["PaddingTurnedRound"](True), x, mask=~mask)
     assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
-    declared = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, intent=Intent(padding="mask"))
-    assert fact(declared, "mask") == "mask: True keeps a key, False ignores it"
-    window = mha_inspect.check(MADE["WindowOneWide"](False), x)
-    assert fact(window, "who sees whom") == "causal, a window of 4"
-    assert next(f for f in window.facts if f.picture).picture[:5] == (
-        "■·········",
-        "■■········",
-        "■■■·······",
-        "■■■■······",
-        "·■■■■·····",
-    )
     assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
+    idle = mha_inspect.check(Right(mask=lambda module, scores: scores + -100.0 * (future(scores) & False)), x)
+    assert fact(idle, "mask") == "adds 0 to every score in this call, so no key is masked out"
+    window = mha_inspect.check(MADE["WindowOneWide"](False), x)
+    (picture,) = [seen.picture for seen in window.facts if seen.picture]
+    assert picture[:5] == ("■·········", "■■········", "■■■·······", "■■■■······", "·■■■■·····")
 
 
-class Documents(Right):
-    """Causal, in documents or over them all."""
-
-    apart = True
-
-    def forward(self, x: Tensor, document: Tensor) -> Tensor:
-        self.others = document[:, None, :, None] != document[:, None, None, :]
-        return super().forward(x)
-
-    def mask(self, scores: Tensor) -> Tensor:
-        future = torch.ones(N, N, dtype=torch.bool).triu(1)
-        return scores.masked_fill(future | self.others if self.apart else future, -math.inf)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_tokens_that_are_last_are_no_padding_under_a_causal_mask(apart: bool) -> None:
-    torch.manual_seed(0)
-    module, document = Documents(), torch.zeros(B, N, dtype=torch.long)
-    module.apart, document[:, 5:] = apart, 1
-    report = mha_inspect.check(module, torch.randn(B, N, E), document, intent=Intent(causal=True))
-    assert report.findings == ()
-    assert apart or fact(report, "who sees whom") == "causal"
-
-
-@pytest.mark.parametrize("name", ["DropoutAlways", "DropoutWithoutFlag"])
-def test_a_dropout_that_is_on_is_one_finding(name: str) -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(MADE[name](True), torch.randn(B, N, E))
-    assert [finding.check for finding in report.findings] == ["repeat"]
-
-
-class Keeps(Right):
-    """Joins its keys and values to those of earlier calls, which it holds itself, or their latents."""
-
-    def __init__(self, *, latent: bool) -> None:
-        super().__init__()
-        self.past: list[Tensor] = []
-        self.down = nn.Linear(E, E - 1) if latent else None
-        self.k, self.v = (nn.Linear(E - latent, E) for _ in range(2))
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = [self.down(x)] if self.down is not None else [self.k(x), self.v(x)]
-        self.past = [torch.cat(each, 1) for each in zip(self.past, made, strict=True)] if self.past else made
-        k, v = (self.k(self.past[0]), self.v(self.past[0])) if self.down is not None else self.past
-        return self.split(self.q(x)), self.split(k), self.split(v)
-
-
-@pytest.mark.parametrize("latent", [False, True])
-def test_a_cache_that_the_module_holds_is_meant(latent: bool) -> None:
-    module, x = Keeps(latent=latent).eval(), torch.randn(B, N, E)
-    with torch.no_grad():
-        module(x)
-    assert mha_inspect.check(module, x[:, :1]).findings == ()
-
-
-def test_padding_that_sees_the_future_beside_a_finite_mask_is_not_accused() -> None:
-    """The mask of the first GPT: the scores times 0 or 1, less 10000 where they are 0."""
-    torch.manual_seed(0)
-    seen, mask = torch.ones(N, N).tril(), torch.ones(B, N, dtype=torch.bool)
-    mask[0, :3] = False
-    steps = {
-        "mask": lambda m, s: (s * seen - 1e4 * (1 - seen)).masked_fill(~m.padding[:, None, None, :], -3e38),
-    }
-    assert mha_inspect.check(Padded(**steps), torch.randn(B, N, E), mask=mask, only=["masking"]).findings == ()
-
-
-class SumsBefore(nn.Module):
-    """A running sum before attention that leaves padding out of a prompt alone, as recurrent layers of transformers."""
+class Wide(Right):
+    """8 heads of 6 features, of an input of 24 features, with a scale for heads of 3."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(E, 3 * E)
+        super().__init__(2 * H, q=partial(nn.Linear, E, 2 * E), o=partial(nn.Linear, 2 * E, E))
 
-    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Any]:
-        x = x * mask[:, -x.shape[1] :, None] if x.shape[1] > 1 else x
-        sums = x.cumsum(1) + (0 if past is None else past[2])
-        q, k, v = self.qkv(sums / 9).chunk(3, -1)
-        k, v = (torch.cat(each, 1) for each in zip(past, (k, v), strict=False)) if past is not None else (k, v)
-        hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]).bool() | ~mask[:, None].bool()
-        return (q @ k.mT / E**0.5).masked_fill(hidden, -1e9).softmax(-1) @ v, (k, v, sums[:, -1:])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 3**-0.5).softmax(-1) @ v
 
 
-def test_padding_on_the_left_is_in_the_first_call_that_fills_a_cache() -> None:
-    torch.manual_seed(0)
-    mask = torch.ones(B, N, dtype=torch.long)
-    mask[0, :2] = 0
-    report = mha_inspect.check(SumsBefore(), torch.randn(B, N, E), mask=mask, intent=Intent(causal=True, cache="past"))
-    assert [finding for finding in report.findings if finding.check == "cache"] == []
-    assert "cache" in {passed.check for passed in report.held}
-
-
-@pytest.mark.parametrize(("weigh", "sure"), [(torch.softmax, True), (lambda s, d: s.softmax(d).nan_to_num(), False)])
-def test_weights_of_nan_that_are_replaced_may_be_meant(weigh: Callable[[Tensor, int], Tensor], sure: bool) -> None:
-    torch.manual_seed(0)
-    fill = {"mask": lambda m, s: s.masked_fill(torch.eye(N)[:, :1].bool(), -math.inf)}
-    (finding,) = mha_inspect.check(Right(**fill, weigh=lambda m, s: weigh(s, -1)), torch.randn(B, N, E)).findings
-    assert (finding.check, finding.sure) == ("finite", sure)
-    assert finding.sentence == "A query with every key masked out gives NaN, first in weights."
-
-
-def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
-    report = mha_inspect.check(Right(), torch.full((B, N, E), math.nan))
+def test_a_scale_of_another_width_is_named() -> None:
+    x = torch.randn(B, N, E)
+    report = mha_inspect.check(Wide(), x)
     assert report.findings == ()
-    assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
-
-
-def test_scores_that_are_no_numbers_are_not_masked_out() -> None:
-    module = Right(mask=lambda m, s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1) > 0, -math.inf))
-    module.q.weight.data.fill_(math.nan)
-    assert {finding.check for finding in mha_inspect.check(module, torch.randn(B, N, E)).findings} == {"finite"}
+    assert fact(report, "scale") == "0.5774 = 1/√(embed_dim / heads) (head_dim 6)"
+    (finding,) = mha_inspect.check(Wide(), x, intent=Intent(scale="sqrt_head_dim")).findings
+    assert "scaled by 0.5774 = 1/√(embed_dim / heads); expected 1/√6 = 0.4082" in finding.sentence
 
 
 def test_the_module_is_left_as_it_was() -> None:
-    torch.manual_seed(0)
     module = MADE["KeepsKeysBetweenCalls"](True).train()
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(1))
@@ -545,31 +93,6 @@ def test_the_module_is_left_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert repr(report) == repr(mha_inspect.check(module, x))
-
-
-class ToScript(nn.Module):
-    """Attention that torch.jit can compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def split(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        return x.view(b, n, 2, 4).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-        return ((q @ k.transpose(-2, -1) / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
-    torch.manual_seed(0)
-    module = torch.jit.script(ToScript())
-    report = mha_inspect.check(module, torch.randn(2, 5, 8))
-    assert module.training
-    assert {"batch", "mixing", "training"} <= {held.check for held in report.held}
 
 
 def test_bad_input_says_what_there_is() -> None:
@@ -585,16 +108,15 @@ def test_bad_input_says_what_there_is() -> None:
 
 
 def test_on_meta_what_needs_numbers_is_left_out() -> None:
-    report = mha_inspect.check(
-        Right().to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
-    )
-    reasons = {out.check: out.reason for out in report.left_out}
+    x = torch.randn(B, N, E, device="meta")
+    report = mha_inspect.check(Right().to("meta"), x, intent=Intent(scale="sqrt_head_dim"))
+    reasons = {skipped.check: skipped.reason for skipped in report.left_out}
     assert "gradients cannot be computed" in reasons["parameters"]
-    assert "every projection is used once" in [one.sentence for one in report.held]
     assert "meta" in reasons["heads"]
-    assert {held.check for held in report.held} == {"scale", "parameters"}
+    assert {passed.check for passed in report.held} == {"scale", "parameters"}
+    assert "every projection is used once" in {passed.sentence for passed in report.held}
     assert report.runs == 1
-    assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), torch.randn(B, N, E, device="meta")).ok
+    assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), x).ok
 
 
 class Refuses(Right):
@@ -608,12 +130,11 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
     x = torch.full((B, N, E), 0.5)
     report = mha_inspect.check(Refuses(), x)
     assert report.ok
-    reasons = {out.check: out.reason for out in report.left_out}
+    reasons = {skipped.check: skipped.reason for skipped in report.left_out}
     assert reasons["batch"] == "the forward raises when an input is changed: ValueError: not this one"
 
 
 def test_the_assertion_tells_the_fix() -> None:
-    torch.manual_seed(0)
     assert_attention_is_right(Right(), torch.randn(B, N, E))
     said = r"^1 problem: The heads are merged (.*\n)*1\. heads: .*planted\.py:\d+\nevidence .*\nfix "
     with pytest.raises(AssertionError, match=said):
@@ -650,34 +171,52 @@ class Alone(Model):
 """
 
 
-def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., Any]) -> None:
-    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
-    target = f"{tmp_path / 'model.py'}:Model"
-    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "6")
-    code, out, _ = invoke("check", target, *sizes, "--causal", "--mask", "mask=keep")
-    assert (code, out.startswith("nothing wrong in ")) == (0, True)
-    code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--causal")
+@pytest.fixture
+def checked(tmp_path: Path, invoke: Invoke) -> Callable[..., tuple[int, str]]:
+    """Return a function that checks a class of the model, and returns the code and what is printed."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL, encoding="utf-8")
+
+    def run(name: str, *words: str) -> tuple[int, str]:
+        sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "6")
+        code, out, err = invoke("check", f"{path}:{name}", *sizes, *words)
+        return code, out + err
+
+    return run
+
+
+def test_the_command_finds_and_lets_pass(tmp_path: Path, checked: Callable[..., tuple[int, str]]) -> None:
+    code, said = checked("Model", "--causal", "--mask", "mask=keep")
+    assert code == 0
+    assert said.startswith("nothing wrong in ")
+    code, said = checked("Model", "--set", "late=2", "--causal")
     assert code == 1
-    assert "model.py:15" in out
-    assert "one future token: the causal mask starts one diagonal too late" in out
-    code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--json")
+    assert "model.py:15" in said
+    assert "one future token: the causal mask starts one diagonal too late" in said
+    code, said = checked("Model", "--mask", "mask=ignore", "--only", "padding", "--json")
     assert code == 1
-    assert [finding["check"] for finding in json.loads(out)["findings"]] == ["padding"]
-    trusted = f"{tmp_path / 'model.py'}:Trusted"
-    assert invoke("check", target, *sizes, "--reference", trusted)[0] == 0
-    code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--reference", trusted, "--only", "reference")
-    assert (code, "the first difference is in masked_scores of attention 1" in out) == (1, True)
-    alone = f"{tmp_path / 'model.py'}:Alone"
-    code, out, _ = invoke("check", alone, *sizes, "--causal")
-    assert (code, "batch (the batch has one item" in out) == (0, True)
-    code, _, err = invoke("check", alone, *sizes, "--batch", "2")
-    assert (code, "Alone failed on x float32 [2, 6, 12]" in err) == (1, True)
-    code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
-    assert (code, "Model.forward has no argument maks. Its arguments: x, mask" in err) == (2, True)
+    assert [finding["check"] for finding in json.loads(said)["findings"]] == ["padding"]
+    code, said = checked(
+        "Model", "--set", "late=2", "--reference", f"{tmp_path / 'model.py'}:Trusted", "--only", "reference"
+    )
+    assert code == 1
+    assert "the first difference is in masked_scores of attention 1" in said
+
+
+def test_the_command_says_what_the_forward_takes(checked: Callable[..., tuple[int, str]]) -> None:
+    code, said = checked("Alone", "--causal")
+    assert code == 0
+    assert "batch (the batch has one item" in said
+    code, said = checked("Alone", "--batch", "2")
+    assert code == 1
+    assert "Alone failed on x float32 [2, 6, 12]" in said
+    code, said = checked("Model", "--mask", "maks=keep")
+    assert code == 2
+    assert "Model.forward has no argument maks. Its arguments: x, mask" in said
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "said"),
     [
         ("--window 0", "window 0 is too small"),
         ("--batch-axis 7", "batch_axis 7 is unknown. Use 0 or 1."),
@@ -686,9 +225,9 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
         ("--mask mask=yes", "NAME=keep or NAME=ignore"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[..., Any]) -> None:
+def test_what_cannot_be_meant_is_refused(line: str, said: str, invoke: Invoke) -> None:
     code, out, err = invoke("check", *line.split())
-    assert (code, out, told in err) == (2, "", True), err
+    assert (code, out, said in err) == (2, "", True), err
 
 
 @pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])
@@ -697,7 +236,7 @@ def test_words_that_are_not_known_cannot_be_meant(said: dict[str, Any]) -> None:
         Intent(**said)
 
 
-def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
+def test_the_checks_are_listed(invoke: Invoke) -> None:
     code, out, _ = invoke("check", "--list")
     assert code == 0
     assert out.startswith("inputs ")
@@ -706,7 +245,6 @@ def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
 
 
 def test_a_stack_of_twelve_runs_few_times() -> None:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True, norm_first=True)
     stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     report = mha_inspect.check(stack, torch.randn(2, N, E))
@@ -714,24 +252,11 @@ def test_a_stack_of_twelve_runs_few_times() -> None:
     assert report.runs <= 10
 
 
-class OverTheBatch(nn.Module):
-    """Sequence-first attention that is fed batch first: its rows attend to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return out
-
-
-@pytest.mark.parametrize(("module", "axis"), [(OverTheBatch(), 0), (Right(), 1)])
-def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: int) -> None:
+def test_rows_that_attend_to_each_other_are_told_once() -> None:
     """A row alone has one key, which gives its query no gradient and another output: neither is a fault of its own."""
-    report = mha_inspect.check(module, torch.randn(B, N, E), intent=Intent(batch_axis=axis))
+    report = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(batch_axis=1))
     assert [finding.check for finding in report.findings] == ["batch"]
-    assert {held.check for held in report.held} >= {"parameters", "training"}
+    assert {"parameters", "training"} <= {passed.check for passed in report.held}
 
 
 def test_a_future_key_is_said_to_be_after_its_query() -> None:
@@ -753,58 +278,23 @@ class Over(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("line", "sure"),
+    ("line", "code", "sure", "advises"),
     [
-        ("", True),
-        ("--batch-first", True),
-        ("--input-shape x=2x7x12", True),
-        ("--input FILE", False),
-        ("--input FILE --batch-first", True),
-        ("--seq-first", None),
-        ("--input FILE --seq-first", None),
-        ("--batch-axis 1", None),
+        ("", 1, [True], True),
+        ("--batch-first", 1, [True], False),
+        ("--input FILE", 0, [False], False),
+        ("--seq-first", 0, [], False),
+        ("--batch-axis 1", 0, [], False),
     ],
 )
 def test_a_layout_that_the_command_line_chose_is_known(
-    line: str, sure: bool | None, tmp_path: Any, invoke: Callable[..., Any]
+    line: str, code: int, sure: list[bool], advises: bool, tmp_path: Path, invoke: Invoke
 ) -> None:
     (tmp_path / "over.py").write_text(OVER, encoding="utf-8")
-    torch.save({"x": torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
+    torch.save({"x": torch.randn(2, 7, 12)}, tmp_path / "x.pt")
     words = line.replace("FILE", str(tmp_path / "x.pt")).split()
-    code, out, err = invoke("check", f"{tmp_path / 'over.py'}:Over", *words, "--json")
-    assert code == (1 if sure else 0), err
-    findings = json.loads(out)["findings"]
-    assert [(finding["check"], finding["sure"]) for finding in findings] == ([] if sure is None else [("batch", sure)])
-    assert all(("add --seq-first" in finding["fix"]) == (not words or "--input-shape" in words) for finding in findings)
-
-
-class Scored(nn.Module):
-    """Causal attention with scores of any size, and a mask that is added: 0 keeps a key."""
-
-    def __init__(self, scale: float = 0.3, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(E, E, bias=False, dtype=dtype) for _ in range(3))
-        self.scale = scale
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (make(x) for make in (self.q, self.k, self.v))
-        scores = q @ k.mT * self.scale + torch.full((x.shape[1],) * 2, -math.inf, dtype=x.dtype).triu(1)
-        return (scores if mask is None else scores + mask[:, None]).softmax(-1) @ v
-
-
-@pytest.mark.parametrize(("scale", "dtype"), [(1e4, torch.float32), (1e3, torch.bfloat16), (60, torch.float16)])
-def test_a_weight_that_is_too_small_for_its_dtype_is_no_mask(scale: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    module, x = Scored(scale, dtype), torch.randn(B, 2 * N, E, dtype=dtype)
-    assert (module(x).isfinite()).all()
-    findings = mha_inspect.check(module, x, intent=Intent(causal=True)).findings
-    assert [finding for finding in findings if finding.sure] == []
-
-
-@pytest.mark.parametrize("hidden", [0, 1])
-def test_a_mask_of_batch_and_keys_may_be_added_to_the_scores(hidden: int) -> None:
-    torch.manual_seed(0)
-    mask = torch.zeros(B, N).index_fill(1, torch.arange(N - hidden, N), -1e9)
-    report = mha_inspect.check(Scored(), torch.randn(B, N, E), mask, intent=Intent(padding="mask"))
-    assert report.findings == ()
-    assert {"padding"} <= {passed.check for passed in report.held}
+    answer = invoke("check", f"{tmp_path / 'over.py'}:Over", *words, "--json")
+    assert answer.code == code, answer.err
+    findings = json.loads(answer.out)["findings"]
+    assert [(finding["check"], finding["sure"]) for finding in findings] == [("batch", is_sure) for is_sure in sure]
+    assert any("add --seq-first" in finding["fix"] for finding in findings) == advises

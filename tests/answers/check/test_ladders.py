@@ -6,79 +6,101 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.check.check import check
-from mha_inspect.answers.check.intent import Intent
+import mha_inspect
+from mha_inspect import Intent
 from mha_inspect.reports.check import CheckReport
-from mha_inspect.running.subject import Subject
 
-D = 8
+from ...corpus.planted import D, E, H, N, Right, before
+
+PAIRS = D // 2
 
 
-class Laddered(nn.Module):
-    """Attention with slopes by head, or rotated by frequencies."""
+class Sloped(Right):
+    """Causal attention with a slope for each head."""
 
-    def __init__(self, slopes: Tensor | None = None, frequencies: Tensor | None = None, heads: int = 4) -> None:
+    def __init__(self, slopes: Tensor) -> None:
         super().__init__()
-        self.slopes, self.frequencies, self.heads = slopes, frequencies, heads
-        self.qkv, self.o = nn.Linear(16, 3 * heads * D), nn.Linear(heads * D, 16)
+        self.slopes = slopes
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        at = torch.arange(x.shape[1])
-        if self.frequencies is not None:
-            angles = torch.outer(at.float(), self.frequencies)
-            q, k = (rotated(each, angles) for each in (q, k))
-        scores = q @ k.mT / D**0.5
-        if self.slopes is not None:
-            scores = scores - self.slopes[:, None, None] * (at[:, None] - at)
-        scores = scores.masked_fill(at > at[:, None], -torch.inf)
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    def mask(self, scores: Tensor) -> Tensor:
+        distance = before(scores)
+        return (scores - self.slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+class SixHeads(Sloped):
+    """Slopes of a number of heads that is no power of 2, as published: those of 4 heads, and every second one of 8."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.cat((slopes(1), 2.0 ** torch.tensor([-1.0, -3.0]))))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (6, -1)).transpose(1, 2)
+
+
+class Rotated(Right):
+    """Attention that is rotated by frequencies."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.turn(q), self.turn(k), v
+
+    def turn(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[2]).float(), self.frequencies)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
 def report_of(module: nn.Module) -> CheckReport:
     torch.manual_seed(4)
-    return check(Subject(module.eval(), (torch.randn(2, 9, 16),), {}), Intent(causal=True))
+    intent = Intent(causal=True) if isinstance(module, Sloped) else Intent()
+    return mha_inspect.check(module.eval(), torch.randn(2, N, E), intent=intent)
 
 
-def ladder(heads: int, first: int) -> Tensor:
-    return 2.0 ** (-8 * torch.arange(first, first + heads) / heads)
+def facts_of(module: nn.Module) -> dict[str, str]:
+    return {fact.name: fact.sentence for fact in report_of(module).facts}
+
+
+def slopes(first: int) -> Tensor:
+    return 2.0 ** (-8 * torch.arange(first, first + H) / H)
 
 
 def pairs(first: int, base: float = 10000.0) -> Tensor:
-    return base ** (-torch.arange(first, first + D // 2) / (D // 2))
+    return base ** (-torch.arange(first, first + PAIRS) / PAIRS)
 
 
 @pytest.mark.parametrize(("first", "said"), [(0, "has 1"), (2, "has 0.0625")])
 def test_slopes_that_are_counted_from_another_head_are_a_suspicion(first: int, said: str) -> None:
-    (finding,) = report_of(Laddered(ladder(4, first))).findings
+    (finding,) = report_of(Sloped(slopes(first))).findings
     assert (finding.check, finding.sure) == ("masking", False)
     assert said in finding.sentence
     assert "expected 2^(-8/4) = 0.25" in finding.sentence
 
 
-@pytest.mark.parametrize("base", [100.0, 10000.0])
-def test_frequencies_that_are_counted_from_another_pair_are_a_suspicion(base: float) -> None:
-    (finding,) = report_of(Laddered(frequencies=pairs(1, base))).findings
+def test_slopes_of_the_wrong_sign_are_a_suspicion() -> None:
+    (finding,) = report_of(Sloped(-slopes(1))).findings
+    assert (finding.check, finding.sure) == ("masking", False)
+    assert "raises the scores of keys that are far from their query" in finding.sentence
+
+
+def test_frequencies_that_are_counted_from_another_pair_are_a_suspicion() -> None:
+    (finding,) = report_of(Rotated(pairs(1))).findings
     assert (finding.check, finding.sure) == ("rotary", False)
     assert "one step off" in finding.sentence
 
 
 RIGHT = {
-    "slopes": Laddered(ladder(4, 1)),
-    "slopes of six heads": Laddered(ladder(6, 1), heads=6),
-    "slopes of six heads as published": Laddered(torch.cat((ladder(4, 1), 2.0 ** torch.tensor([-1.0, -3.0]))), heads=6),
-    "slopes of another height": Laddered(2.0 ** (-4 * torch.arange(1, 5) / 4)),
-    "one slope for all": Laddered(torch.full((4,), 0.5)),
-    "frequencies": Laddered(frequencies=pairs(0)),
-    "another base": Laddered(frequencies=pairs(0, 500000.0)),
-    "longer sequences": Laddered(frequencies=pairs(0) / 4),
-    "frequencies of an image": Laddered(frequencies=torch.linspace(1, 3, 4)),
-    "scaled in parts": Laddered(frequencies=pairs(0) * torch.tensor([1.0, 1.0, 0.5, 0.25])),
+    "slopes": Sloped(slopes(1)),
+    "slopes of another height": Sloped(2.0 ** (-4 * torch.arange(1, 5) / 4)),
+    "slopes of six heads": SixHeads(),
+    "one slope for all": Sloped(torch.full((4,), 0.5)),
+    "frequencies": Rotated(pairs(0)),
+    "longer sequences": Rotated(pairs(0) / 4),
+    "frequencies of an image": Rotated(torch.linspace(1, 3, PAIRS)),
+    "scaled in parts": Rotated(pairs(0) * torch.tensor([1.0, 1.0, 0.5])),
 }
 
 
@@ -88,18 +110,5 @@ def test_right_ladders_are_not_accused(name: str) -> None:
 
 
 def test_ladders_are_shown() -> None:
-    facts = {fact.name: fact.sentence for fact in report_of(Laddered(ladder(4, 1), pairs(0, 100.0))).facts}
-    assert facts["slopes by head"] == "0.25, 0.0625, 0.0156, 0.00391"
-    assert facts["rotary by pair"] == "1, 0.316, 0.1, 0.0316 a position: base 100"
-
-
-def test_a_large_base_is_a_number_of_digits() -> None:
-    facts = {fact.name: fact.sentence for fact in report_of(Laddered(frequencies=pairs(0, 500000.0))).facts}
-    assert facts["rotary by pair"].endswith("a position: base 500,000")
-
-
-def test_slopes_of_the_wrong_sign_are_a_suspicion() -> None:
-    (finding,) = report_of(Laddered(-ladder(4, 1))).findings
-    assert (finding.check, finding.sure) == ("masking", False)
-    assert "raises the scores of keys that are far from their query" in finding.sentence
-    assert report_of(Laddered(ladder(4, 1))).findings == ()
+    assert facts_of(Sloped(slopes(1)))["slopes by head"] == "0.25, 0.0625, 0.0156, 0.00391"
+    assert facts_of(Rotated(pairs(0, 1000.0)))["rotary by pair"] == "1, 0.1, 0.01 a position: base 1,000"

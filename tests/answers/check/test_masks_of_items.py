@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.check.check import check
-from mha_inspect.answers.check.intent import Intent
-from mha_inspect.reports.check import CheckReport
-from mha_inspect.running.subject import Subject
+import mha_inspect
+from mha_inspect import Intent
+from mha_inspect.reports.check import Finding
 
-LENGTH, WIDTH = 7, 32
+from ...corpus.planted import E, H, Right
+
+LENGTH = 7
 
 
 class OfTorch(nn.Module):
     """A layer of torch whose mask is repeated for the heads."""
 
-    def __init__(self, heads: int, *, by_item: bool, batch_first: bool = True) -> None:
+    def __init__(self, heads: int, *, by_item: bool) -> None:
         super().__init__()
         self.by_item, self.heads = by_item, heads
-        self.attention = nn.MultiheadAttention(WIDTH, heads, batch_first=batch_first)
+        self.attention = nn.MultiheadAttention(E, heads, batch_first=True)
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
         repeated = attn_mask.repeat_interleave(self.heads, 0) if self.by_item else attn_mask.repeat(self.heads, 1, 1)
         return self.attention(x, x, x, attn_mask=repeated)[0]
 
 
-class Plain(nn.Module):
-    """Attention with scores of `batch heads query key`, and a mask of any of its axes."""
+class Masked(Right):
+    """Attention with scores of `batch heads query key`; `placed` lays a mask on them."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, placed: Callable[[Tensor], Tensor] = lambda mask: mask) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def placed(self, mask: Tensor) -> Tensor:
-        return mask
+        self.placed = placed
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (side.unflatten(-1, (self.heads, -1)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~self.placed(mask), -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        self.keep = self.placed(mask)
+        return super().forward(x)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self.keep, -torch.inf)
 
 
-class OfItem(Plain):
-    def placed(self, mask: Tensor) -> Tensor:
-        return mask[:, None]
+def of_item() -> Masked:
+    return Masked(lambda mask: mask[:, None])
 
 
-class OfFirst(Plain):
-    """The mask of the first item is taken for all."""
-
-    def placed(self, mask: Tensor) -> Tensor:
-        return mask[0]
-
-
-class OfSegments(Plain):
+def of_segments() -> Masked:
     """Tokens of equal segments see each other."""
-
-    def placed(self, mask: Tensor) -> Tensor:
-        return (mask[:, :, None] == mask[:, None])[:, None]
+    return Masked(lambda mask: (mask[:, :, None] == mask[:, None])[:, None])
 
 
 def masks(count: int, *, hidden: bool) -> Tensor:
@@ -72,45 +63,32 @@ def masks(count: int, *, hidden: bool) -> Tensor:
     return drawn if hidden else ~drawn
 
 
-def report_of(module: nn.Module, mask: Tensor, items: int, *, seq_first: bool = False) -> CheckReport:
+def findings(module: nn.Module, mask: Tensor, items: int) -> tuple[Finding, ...]:
     torch.manual_seed(0)
-    x = torch.randn(LENGTH, items, WIDTH) if seq_first else torch.randn(items, LENGTH, WIDTH)
-    return check(Subject(module.eval(), (x, mask), {}), Intent(batch_axis=int(seq_first)))
+    x = torch.randn(items, LENGTH, E)
+    return mha_inspect.check(module.eval(), x, mask, intent=Intent(batch_axis=0)).findings
 
 
-@pytest.mark.parametrize(("items", "heads"), [(2, 4), (8, 2), (3, 2)])
+@pytest.mark.parametrize(("items", "heads"), [(2, 4), (8, 2)])
 def test_a_mask_that_is_repeated_in_another_order_reaches_other_items(items: int, heads: int) -> None:
-    (finding,) = report_of(OfTorch(heads, by_item=False), masks(items, hidden=True), items).findings
+    (finding,) = findings(OfTorch(heads, by_item=False), masks(items, hidden=True), items)
     assert (finding.check, finding.sure) == ("batch", True)
     assert finding.sentence == "The attn_mask of one batch item changes the output of another."
     assert "repeat_interleave(heads, 0)" in finding.fix
 
 
-def test_one_mask_that_is_taken_for_all_items_is_found_where_they_differ() -> None:
-    assert [each.check for each in report_of(OfFirst(4), masks(2, hidden=False), 2).findings] == ["batch"]
+@pytest.mark.parametrize("items", [2, H])
+def test_a_mask_of_each_item_is_right(items: int) -> None:
+    assert not findings(OfTorch(H, by_item=True), masks(items, hidden=True), items)
+    assert not findings(of_item(), masks(items, hidden=False), items)
 
 
-@pytest.mark.parametrize(("items", "heads"), [(2, 4), (8, 2), (4, 4), (7, 2)])
-def test_a_mask_of_each_item_is_right(items: int, heads: int) -> None:
-    assert not report_of(OfTorch(heads, by_item=True), masks(items, hidden=True), items).findings
-    assert not report_of(OfItem(heads), masks(items, hidden=False), items).findings
-
-
-@pytest.mark.parametrize("items", [2, 4, 7])
-def test_other_masks_are_right(items: int) -> None:
-    of_all = masks(1, hidden=False)
-    segments = torch.randint(0, 2, (items, LENGTH))
-    for module, mask in (
-        (Plain(4), of_all),
-        (Plain(4), masks(4, hidden=False)),  # of the heads
-        (Plain(4), masks(items * 4, hidden=False).view(items, 4, LENGTH, LENGTH)),
-        (OfFirst(4), of_all.expand(items, -1, -1).clone()),
-        (OfSegments(4), segments),
-    ):
-        assert not [each for each in report_of(module, mask, items).findings if each.check == "batch"]
-
-
-def test_the_sequence_may_come_first() -> None:
-    wrong, right = (OfTorch(4, by_item=by_item, batch_first=False) for by_item in (False, True))
-    found = [report_of(module, masks(2, hidden=True), 2, seq_first=True).findings for module in (wrong, right)]
-    assert [[each.sure for each in findings if "attn_mask" in each.sentence] for findings in found] == [[True], []]
+@pytest.mark.parametrize(
+    ("module", "mask"),
+    [
+        (Masked(), masks(H, hidden=False)),  # of the heads, which are as many as the items
+        (of_segments(), torch.arange(H * LENGTH).view(H, LENGTH) % 3 // 2),
+    ],
+)
+def test_other_masks_are_right(module: nn.Module, mask: Tensor) -> None:
+    assert "batch" not in {finding.check for finding in findings(module, mask, H)}

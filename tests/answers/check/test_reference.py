@@ -40,42 +40,25 @@ class Unscaled(Fused):
     scale = 1.0
 
 
-class Swapped(Right):
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return k, q, v
-
-
 class Grouped(Right):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().attend(q, *(t.repeat_interleave(H // t.shape[1], 1) for t in (k, v)))
-
-
-class Masked(Right):
-    """The mask is a buffer of the state dict."""
-
-    def __init__(self, diagonal: int = 1) -> None:
-        super().__init__()
-        self.register_buffer("future", torch.ones(N, N).triu(diagonal).bool())
-
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.future, -1e9)
 
 
 def against(module: nn.Module, reference: nn.Module) -> CheckReport:
     return mha_inspect.check(module, X, intent=Intent(reference=reference), only=["reference"])
 
 
-def made(kind: Callable[..., nn.Module], seed: int, *args: Any, **kwargs: Any) -> nn.Module:
+def drawn(kind: Callable[..., nn.Module], seed: int, *args: Any, **kwargs: Any) -> nn.Module:
     torch.manual_seed(seed)
     return kind(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("kind", "other"), [(Right, Right), (Right, Fused), (Fused, Right)])
+@pytest.mark.parametrize(("kind", "trusted_kind"), [(Right, Right), (Fused, Right)])
 def test_a_reference_with_other_random_weights_gets_those_of_the_module(
-    kind: type[nn.Module], other: type[nn.Module]
+    kind: type[nn.Module], trusted_kind: type[nn.Module]
 ) -> None:
-    module, trusted = made(kind, 1), made(other, 2)
+    module, trusted = drawn(kind, 1), drawn(trusted_kind, 2)
     before = copy.deepcopy(trusted.state_dict()), copy.deepcopy(module.state_dict())
     report = against(module, trusted)
     assert (report.findings, [passed.check for passed in report.held]) == ((), ["reference"])
@@ -84,7 +67,7 @@ def test_a_reference_with_other_random_weights_gets_those_of_the_module(
 
 
 def test_a_mistake_is_found_with_weights_that_are_copied_by_head() -> None:
-    module, trusted = made(Unscaled, 1), made(Right, 2)
+    module, trusted = drawn(Unscaled, 1), drawn(Right, 2)
     (finding,) = against(module, trusted).findings
     assert (finding.check, finding.sure, "scores of attention 1" in finding.sentence) == ("reference", True, True)
     # By hand: the same numbers in both, and the largest difference of their outputs.
@@ -96,44 +79,29 @@ def test_a_mistake_is_found_with_weights_that_are_copied_by_head() -> None:
         assert f"by {float((module(X) - trusted(X)).abs().max()):.3g};" in finding.sentence
 
 
-def test_a_swapped_query_and_key_is_found_by_the_names_of_the_weights() -> None:
-    (finding,) = against(made(Swapped, 1), made(Right, 2)).findings
-    assert finding.check == "reference"
-
-
-def test_a_mask_in_a_buffer_of_the_reference_is_its_own() -> None:
-    assert against(made(Masked, 1), made(Masked, 2)).findings == ()
-    (finding,) = against(made(Masked, 1, 2), made(Masked, 2)).findings
-    assert "masked_scores" in finding.sentence
-
-
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
         (lambda: Grouped(2), r"W_k is \[24, 24\] in Right and \[12, 24\] in the reference Grouped"),
         (lambda: Fused(norm=True), r"the reference Fused: not copied, outside the projections: norm\.weight"),
-        (lambda: nn.TransformerEncoderLayer(E, H, 8, batch_first=True), "outside the projections"),
         (lambda: nn.Sequential(nn.Linear(E, E)), "no attention was found"),
     ],
 )
 def test_weights_that_cannot_be_copied_are_not_compared(reference: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(InputError, match=rf"could not be copied.*{why}.*Give a reference with .*--skip reference"):
-        against(made(Right, 1), made(reference, 1))
+        against(drawn(Right, 1), drawn(reference, 1))
 
 
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        (
-            lambda: nn.Sequential(nn.Linear(14, 14)),
-            r"RuntimeError: .*mat1 and mat2 shapes cannot be multiplied \(30x24 and",
-        ),
+        (lambda: nn.Linear(14, 14), r"RuntimeError: .*mat1 and mat2 shapes cannot be multiplied \(30x24 and"),
         (lambda: Right(o=partial(nn.Linear, 10, 10)), r"o\.weight is \[24, 24\], and \[10, 10\] in the reference"),
     ],
 )
 def test_a_reference_of_other_sizes_is_declined_with_both_shapes(reference: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(InputError, match=rf"the reference raises on these arguments: {why}.*Give a reference with"):
-        against(made(Right, 1), made(reference, 1))
+        against(drawn(Right, 1), drawn(reference, 1))
 
 
 class Elsewhere(nn.Module):
@@ -142,5 +110,5 @@ class Elsewhere(nn.Module):
 
 
 def test_another_output_shape_needs_no_weights() -> None:
-    (finding,) = against(made(Right, 1), Elsewhere()).findings
+    (finding,) = against(drawn(Right, 1), Elsewhere()).findings
     assert "Expected output shape [3, 1, 24]" in finding.sentence

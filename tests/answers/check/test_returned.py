@@ -26,20 +26,16 @@ class Closed:
 
 
 COMPARED: dict[str, Callable[[Tensor], Any]] = {
-    "a loss": Tensor.mean,
     "a loss and ids": lambda y: {"loss": y.mean(), "ids": y.argmax(-1)},
     "complex": lambda y: torch.complex(y, y),
     "sparse": Tensor.to_sparse,
     "nested": lambda y: torch.nested.nested_tensor([y[0], y[1, :3]]),
     "quantized": lambda y: torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8),
-    "eight bits": lambda y: y.to(torch.float8_e4m3fn),
     "a dataclass": Kept,
 }
 NOTHING: dict[str, Callable[[Tensor], Any]] = {
     "ids": lambda y: y.argmax(-1),
-    "truths": lambda y: y > 0,
     "nothing": lambda y: None,
-    "text": lambda y: "done",
     "an object": Closed,
     "numbers of numpy": lambda y: y.detach().numpy(),
     "no row": lambda y: y[:0],
@@ -47,10 +43,10 @@ NOTHING: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Returning(nn.Module):
-    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self._made = made
+        self._made = make
 
     def forward(self, x: Tensor) -> Any:
         return self._made(self.attention(x, x, x)[0])
@@ -59,21 +55,18 @@ class Returning(nn.Module):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", [*COMPARED, *NOTHING])
 def test_what_is_returned_accuses_nobody(name: str) -> None:
-    torch.manual_seed(0)
     module, x = Returning({**COMPARED, **NOTHING}[name]), torch.randn(2, 5, 8)
     report = mha_inspect.check(module, x)
     assert report.findings == ()
-    reasons = {one.check: one.reason for one in report.left_out}
+    reasons = {skipped.check: skipped.reason for skipped in report.left_out}
     assert (reasons.get("finite") == "the forward returns no tensor of numbers") == (name in NOTHING)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", ["a loss and ids", "sparse", "nested", "a dataclass"])
 def test_what_is_returned_is_compared(name: str) -> None:
-    torch.manual_seed(0)
-    module, other, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
-    assert mha_inspect.diff(module, other, x, same_weights=False).outcome == "differs"
-    assert mha_inspect.diff(module, other, x, same_weights=True).outcome == "same"
+    module, changed, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
+    assert mha_inspect.diff(module, changed, x, same_weights=False).outcome == "differs"
+    assert mha_inspect.diff(module, changed, x, same_weights=True).outcome == "same"
 
 
 def test_an_imaginary_part_is_compared() -> None:
@@ -83,24 +76,23 @@ def test_an_imaginary_part_is_compared() -> None:
     assert mha_inspect.diff(once, again, x, same_weights=True).outcome == "same"
 
 
-def test_what_one_look_holds_for_several_tensors_is_held_for_each() -> None:
+class Slots(nn.Module):
     """A memory that goes through steps unchanged: a stage in one of them, and only read in another."""
 
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.k, self.v, self.q, self.cell = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.GRUCell(8, 8)
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v, self.q, self.cell = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.GRUCell(8, 8)
 
-        def forward(self, x: Tensor) -> Tensor:
-            slots, k, v = torch.linspace(-1, 1, 24).view(1, 3, 8).expand(len(x), 3, 8), self.k(x), self.v(x)
-            for _ in range(3):
-                weights = torch.einsum("bid,bjd->bij", self.q(slots), k).softmax(1)
-                weights = weights / weights.sum(-1, keepdim=True)
-                read = torch.einsum("bij,bjd->bid", weights, v)
-                slots = self.cell(read.reshape(-1, 8), slots.reshape(-1, 8)).view(slots.shape)
-            return slots
+    def forward(self, x: Tensor) -> Tensor:
+        slots, k, v = torch.linspace(-1, 1, 24).view(1, 3, 8).expand(len(x), 3, 8), self.k(x), self.v(x)
+        for _ in range(2):
+            weights = torch.einsum("bid,bjd->bij", self.q(slots), k).softmax(1)
+            read = torch.einsum("bij,bjd->bid", weights / weights.sum(-1, keepdim=True), v)
+            slots = self.cell(read.reshape(-1, 8), slots.reshape(-1, 8)).view(slots.shape)
+        return slots
 
-    torch.manual_seed(0)
-    report = mha_inspect.check(Steps(), torch.randn(2, 5, 8))
+
+def test_what_one_look_holds_for_several_tensors_is_held_for_each() -> None:
+    report = mha_inspect.check(Slots(), torch.randn(2, 5, 8))
     assert report.findings == ()
-    assert {"heads", "softmax"} <= {one.check for one in report.held}
+    assert {"heads", "softmax"} <= {passed.check for passed in report.held}

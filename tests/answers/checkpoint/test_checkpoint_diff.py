@@ -48,7 +48,7 @@ def test_the_same_file(tmp_path):
     assert report.parts == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
     left = llama()
     right = {name: tensor.to(dtype) for name, tensor in left.items()}
@@ -83,13 +83,12 @@ def test_which_heads_changed_most(tmp_path):
     assert "In layers.1.self_attn only heads 1, 5 of W_q changed." in answer
 
 
-@pytest.mark.parametrize("right_knows", [True, False])
-def test_attentions_under_other_names(tmp_path, right_knows):
+def test_attentions_under_other_names(tmp_path):
     """As Meta's names of Llama are to those of Hugging Face."""
     left = llama()
     right = {re.sub(r"self_attn\.(\w)_proj", r"attention.w\1", name): tensor.clone() for name, tensor in left.items()}
     right["layers.1.attention.wk.weight"][9] *= 1.5
-    report = compared(tmp_path, left, right, right_config=CONFIG if right_knows else None)
+    report = compared(tmp_path, left, right, right_config=None)
     assert (report.only_left, report.only_right) == ((), ())
     pairs = {pair.name: (pair.other, pair.verdict) for pair in report.tensors}
     assert pairs["layers.1.self_attn.k_proj.weight"] == ("layers.1.attention.wk.weight", "differs")
@@ -110,43 +109,19 @@ def apart(tensors):
     return split
 
 
-WORDS = "q, k and v are the same, in one tensor on the {packed} and in three on the {apart}"
-
-
-def expected_pairs(words: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """The verdict and the note of each tensor of `packed` beside one of `apart`."""
-    pairs = {("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight"): ("same, permuted", "transposed")}
-    for letter in "qkv":
-        pairs["h.0.attn.c_attn.weight", f"h.0.attn.{letter}_proj.weight"] = ("same, permuted", words)
-        pairs["h.0.attn.c_attn.bias", f"h.0.attn.{letter}_proj.bias"] = ("same bits", words)
-    return pairs
-
-
 def test_one_tensor_of_all_parts_against_one_for_each(tmp_path):
     report = compared(tmp_path, packed(), apart(packed()), left_config=None, right_config=None, num_heads=4)
-    words = WORDS.format(packed="left", apart="right")
+    words = "q, k and v are the same, in one tensor on the left and in three on the right"
     assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
-    assert {(pair.name, pair.other): (pair.verdict, pair.note) for pair in report.tensors} == expected_pairs(words)
+    expected = {("c_proj.weight", "o_proj.weight"): ("same, permuted", "transposed")}
+    for letter in "qkv":
+        expected["c_attn.weight", f"{letter}_proj.weight"] = ("same, permuted", words)
+        expected["c_attn.bias", f"{letter}_proj.bias"] = ("same bits", words)
+    for pair in report.tensors:
+        names = pair.name.removeprefix("h.0.attn."), pair.other.removeprefix("h.0.attn.")
+        assert (pair.verdict, pair.note) == expected.pop(names)
+    assert expected == {}
     assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
-
-
-def test_one_tensor_for_each_part_against_one_of_all(tmp_path):
-    report = compared(tmp_path, apart(packed()), packed(), left_config=None, right_config=None, num_heads=4)
-    words = WORDS.format(packed="right", apart="left")
-    assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
-    assert {(pair.other, pair.name): (pair.verdict, pair.note) for pair in report.tensors} == expected_pairs(words)
-    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
-
-
-def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
-    """As Linears that vit-pytorch has beside a query of its own."""
-    right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
-    right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
-    left = {name: tensor for name, tensor in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
-    left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
-    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
-    assert (report.only_left, report.only_right) == ((), ())
-    assert report.answer[-1] == "K and v are the same, in one tensor on the left and in two on the right."
 
 
 def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
@@ -214,3 +189,14 @@ def test_the_command_and_the_library(tmp_path, invoke):
     assert (code, err, out) == (0, "", str(report) + "\n")
     with pytest.raises(TypeError, match="are paths of checkpoints, which take no other argument"):
         mha_inspect.diff(*files, torch.zeros(3))
+
+
+def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
+    """As Linears that vit-pytorch has beside a query of its own."""
+    right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
+    right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    left = {name: tensor for name, tensor in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
+    left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
+    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
+    assert (report.only_left, report.only_right) == ((), ())
+    assert report.answer[-1] == "K and v are the same, in one tensor on the left and in two on the right."

@@ -81,18 +81,6 @@ def test_keys_that_were_permuted_as_if_of_all_heads_are_told(tmp_path: Path) -> 
     assert "as if of 4 heads, not 2" in order.meanings[0]
 
 
-def test_packed_rows_may_lie_by_part_or_by_head(tmp_path: Path) -> None:
-    by_head = rearrange(FUSED, "(qkv heads head_dim) e -> (heads qkv head_dim) e", qkv=3, heads=HEADS)
-    left = {"blocks.0.attn.qkv.weight": FUSED, "blocks.0.attn.proj.weight": OUT}
-    right = {"layers.0.attention.query_key_value.weight": by_head, "layers.0.attention.dense.weight": OUT}
-    report = diffed(tmp_path, left, right)
-    (order,) = orders(report).values()
-    assert order.patterns == ("(qkv heads head_dim) -> (heads qkv head_dim)",)
-    assert not report.only_left
-    assert not report.only_right
-    assert torch.equal(eval(order.line, {"rearrange": rearrange, "w": FUSED}), by_head)
-
-
 def test_several_tensors_are_put_together_for_one_that_packs_them(tmp_path: Path) -> None:
     by_head = rearrange(FUSED, "(qkv heads head_dim) e -> (heads qkv head_dim) e", qkv=3, heads=HEADS)
     apart = dict(zip(("q_proj", "k_proj", "v_proj"), FUSED.chunk(3), strict=True))
@@ -123,19 +111,10 @@ def test_shared_heads_may_have_been_repeated(tmp_path: Path) -> None:
     assert order.kept == "repeated"
 
 
-def test_rounded_numbers_are_nearly_the_same_rows(tmp_path: Path) -> None:
-    rounded = permuted(Q, HEADS).bfloat16()
-    report = diffed(tmp_path, meta(Q, K), llama(rounded, K))
-    order = orders(report)["layers.0.attention.wq.weight"]
-    assert order.patterns == ("(heads half two) -> (heads two half)",)
-
-
-@pytest.mark.parametrize("change", ["other", "one head", "a little"])
+@pytest.mark.parametrize("change", ["one head", "a little"])
 def test_other_numbers_have_no_order(change: str, tmp_path: Path) -> None:
     right = Q.clone()
-    if change == "other":
-        right = drawn(HEADS * WIDTH, 9)
-    elif change == "one head":
+    if change == "one head":
         right[:WIDTH] = drawn(WIDTH, 9)
     else:
         right += 0.01 * drawn(HEADS * WIDTH, 9)

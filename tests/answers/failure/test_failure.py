@@ -89,8 +89,7 @@ class Block(nn.Module):
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
-        self.proj, self.other = nn.Linear(24, 24), nn.Linear(24, 24)
-        self.qkv, self.drop = nn.Linear(24, 120), nn.Dropout(0.5)
+        self.proj, self.qkv = nn.Linear(24, 24), nn.Linear(24, 120)
         self.body, self.calls = body, 0
 
     def counted(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,8 +130,8 @@ def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., An
         ("k_heads", "k", "batch key heads head_dim"),
     ]
     page = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512").out
-    told = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
-    assert sorted(told, key=page.index) == told
+    words = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
+    assert sorted(words, key=page.index) == words
     assert page.count("k was split but not transposed") == 1
 
 
@@ -156,13 +155,7 @@ class Projected(nn.Module):
             {"scores": (7, 11, 11), "weights": (7, 11, 11), "q_proj": (7, 11, 5), "v_heads": (7, 10, 5)},
             {"q_heads", "k_heads"},
         ),
-        (  # what a softmax gives is no query
-            lambda q, k, v: q.softmax(-1) @ v.mT[:, 1:],
-            {"v_proj": (7, 11, 5), "v_heads": (7, 4, 11)},
-            {"query", "q_proj", "q_heads", "k_proj", "k_heads"},
-        ),
-        # scores without a softmax, or without a dot product
-        (lambda q, k, v: (q @ k.mT).sigmoid() @ v, {"scores": (7, 11, 11), "context": (7, 11, 5)}, set()),
+        # scores without a dot product
         (
             lambda q, k, v: (q[:, :, None] + k[:, None]).tanh().sum(-1).softmax(-1) @ v,
             {"weights": (7, 11, 11), "k_proj": (7, 11, 5), "context": (7, 11, 5)},
@@ -203,24 +196,6 @@ def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     assert trace.failure.operands[0].axes == "batch heads query head_dim"
     assert "concat" not in [stage.name for stage in trace.failure.completed]  # the failing product's own flattening
     assert trace.returns == ()
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        lambda p: p.view(2, 7, 3, 5, 8).permute(2, 0, 3, 1, 4),
-        lambda p: p.view(2, 7, 5, 3, 8).permute(3, 0, 2, 1, 4),
-        lambda p: p.view(2, 7, 5, 24).transpose(1, 2).chunk(3, dim=-1),
-        lambda p: [part.view(2, 7, 5, 8).transpose(1, 2) for part in p.chunk(3, dim=-1)],
-    ],
-)
-def test_heads_are_told_however_a_projection_is_packed(split: Callable[[torch.Tensor], Any]):
-    failure = failure_of(Block(lambda m, x: torch.matmul(*split(m.qkv(x))[:2])), X)
-    assert [o.axes for o in failure.operands] == ["batch heads query head_dim", "batch heads key head_dim"]
-    assert failure.cause is not None
-    assert failure.cause.name == "key_not_transposed"
-    failure = failure_of(Block(lambda m, x: m.qkv(x).view(2, 7, 3, 5, 8).view(13, -1)), X)
-    assert failure.operands[0].axes == "batch sequence 3 heads head_dim"
 
 
 def test_a_dispatched_operation_that_raised_is_told_and_so_are_the_last_ones():
@@ -376,18 +351,15 @@ def lazy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return next(number for number, line in enumerate(LAZY.splitlines(), 1) if "return rearrange" in line)
 
 
-@pytest.mark.parametrize("shape", [(), ("--input-shape", "x=2x5x13")])
-def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(
-    lazy_file: int, invoke: Callable[..., Any], shape: tuple[str, ...]
-):
-    answer = invoke("trace", "lazy.py:Lazy", *shape, "--json")
+def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(lazy_file: int, invoke: Callable[..., Any]):
+    answer = invoke("trace", "lazy.py:Lazy", "--json")
     assert (answer.code, answer.err) == (1, "")
     failure = json.loads(answer.out)["failure"]
     assert failure["source"] == f"lazy.py:{lazy_file}"
     assert failure["cause"]["name"] == "heads_do_not_divide"
-    told = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
-    assert told.code == 1
-    assert f"(lazy.py:{lazy_file})" in told.err
+    answer = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
+    assert answer.code == 1
+    assert f"(lazy.py:{lazy_file})" in answer.err
 
 
 def test_a_target_whose_error_says_nothing_is_told_in_a_line(lazy_file: int, invoke: Callable[..., Any]):
@@ -418,42 +390,23 @@ def trace() -> Trace:
     return failed(Breaks(view_badly), torch.randn(2, 7, 24))
 
 
-def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
-    page = to_text(trace, "plain")
-    assert "No attention was found" not in page
-    assert "outputs were not compared" not in page
-    assert "heads.view(2, 5, -1)" in page
-    assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
-    assert page.rstrip().endswith("No cause found; the values involved are above.")
-
-
 @pytest.mark.parametrize(
     ("body", "call", "operands"),
     [
-        (lambda m, x: m.proj(x).view(2, 5, -1), "Tensor.view", {"proj(...)": (2, 7, 24)}),
-        (lambda m, x: torch.matmul(m.proj(x), m.other(x)), "torch.matmul", ["proj(...)", "other(...)"]),
-        (lambda m, x: m.proj(x[:, :5]) @ m.proj(x), "Tensor.matmul", [(2, 5, 24), (2, 7, 24)]),
+        (lambda m, x: m.proj(x).view(2, 5, -1), "Tensor.view", ["proj(...)"]),
         (lambda m, x: x @ (x * 2), "Tensor.matmul", ["x", "x.mul(2)"]),
         (lambda m, x: torch.cat([x, x[:, :3].transpose(1, 2)], dim=1), "torch.cat", [(2, 7, 24), (2, 24, 3)]),
         (lambda m, x: x[:, 9], "Tensor.__getitem__", ["x"]),
-        (lambda m, x: x.masked_fill(x[0].mT > 0, 0.0), "Tensor.masked_fill", [(2, 7, 24), (24, 7)]),
         (lambda m, x: F.dropout(x, 0.5) @ x, "Tensor.matmul", [(2, 7, 24), (2, 7, 24)]),
-        (lambda m, x: x @ m.drop(x), "Tensor.matmul", [(2, 7, 24), (2, 7, 24)]),
-        (lambda m, x: m.counted(x).view(2, 5, -1), "Tensor.view", ["x"]),
         (lambda m, x: x.add_(1) @ m.counted(x), "Tensor.matmul", ["x", "x"]),
         (lambda m, x: {"x": x}["y"], "", ["x"]),
-        (lambda m, x: int("x"), "", ["x"]),
     ],
 )
 def test_the_call_and_its_operands_are_told(body: Callable[..., Any], call: str, operands: Any) -> None:
     failure = failure_of(Block(body), X.clone())
     assert (failure.call, failure.note) == (call, "")
-    if isinstance(operands, dict):
-        assert {operand.name: operand.shape for operand in failure.operands} == operands
-    else:
-        assert len(failure.operands) == len(operands)
-        for operand, expected in zip(failure.operands, operands, strict=True):
-            assert expected in (operand.name, operand.shape)
+    for operand, expected in zip(failure.operands, operands, strict=True):
+        assert expected in (operand.name, operand.shape)
 
 
 def test_a_forward_that_raises_once_alone_is_told_by_its_frames() -> None:
@@ -466,3 +419,11 @@ def test_a_forward_that_raises_once_alone_is_told_by_its_frames() -> None:
     failure = failure_of(Block(body), X)
     assert (failure.call, failure.op) == ("aten.view.default", "aten.view.default")
     assert [operand.shape for operand in failure.operands] == [(2, 7, 24)]
+
+
+def test_a_page_of_facts_says_that_there_is_no_more():
+    page = to_text(failed(Breaks(view_badly), torch.randn(2, 7, 24)), "plain")
+    assert "No attention was found" not in page
+    assert "outputs were not compared" not in page
+    assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
+    assert page.rstrip().endswith("No cause found; the values involved are above.")

@@ -73,71 +73,50 @@ def line_of(code: Callable[..., Any], mark: str) -> str:
 
 BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
     ("key_not_transposed", "heads_not_transposed", (X,)),
-    ("query_not_transposed", "heads_not_transposed", (X,)),
-    ("value_not_transposed", "heads_not_transposed", (X,)),
     ("none_transposed", "heads_not_transposed", (X,)),
     ("value_not_transposed_in_sdpa", "heads_not_transposed", (X,)),
     ("einsum_not_transposed", "heads_not_transposed", (X,)),
     ("transposed_twice", "heads_not_transposed", (X,)),
     ("no_key_transpose", "key_not_transposed", (X,)),
-    ("key_dot_t", "key_not_transposed", (X,)),
-    ("key_swaps_wrong_dims", "key_not_transposed", (X,)),
     ("single_head_no_transpose", "key_not_transposed", (X,)),
     ("sequence_first", "key_not_transposed", (floats(7, 2, 24),)),
-    ("packed_not_transposed", "key_not_transposed", (X,)),
     ("key_not_split", "heads_not_split", (X,)),
-    ("fewer_key_heads", "heads_not_repeated", (floats(2, 7, 20),)),
     ("cross_batch", "batch_differs", (X, floats(5, 11, 24))),
     ("value_of_other_length", "lengths_differ", (X, MEMORY)),
     ("head_dim_differs", "head_dim_differs", (X,)),
     ("heads_do_not_divide", "heads_do_not_divide", (floats(2, 7, 32),)),
-    ("heads_do_not_divide_rest", "heads_do_not_divide", (X,)),
-    ("heads_unflatten", "heads_do_not_divide", (X,)),
     ("wrong_head_dim", "wrong_head_dim", (X,)),
     ("concat_not_contiguous", "not_contiguous", (X,)),
     ("concat_forgotten", "heads_not_joined", (X,)),
-    ("concat_not_flattened", "heads_not_joined", (X,)),
     ("wrong_width", "wrong_width", (floats(2, 7, 23),)),
     ("wrong_width", "features_not_last", (floats(2, 24, 7),)),
     ("wrong_width", "mixed_dtypes", (X.double(),)),
     ("transposed_weight", "weight_not_transposed", (X,)),
     ("token_ids", "mixed_dtypes", (ints(2, 24),)),
-    ("half_keys", "mixed_dtypes", (X,)),
     ("half_product", "mixed_dtypes", (X,)),
     ("mask_elsewhere", "mixed_devices", (X,)),
     ("masked", "mask_rank", (X, bools(2, 7))),
-    ("masked", "mask_rank", (X, bools(2, 7, 7))),
     ("masked", "mask_rank", (X, bools(6, 7, 7))),
     ("masked", "mask_size", (X, bools(13, 13))),
-    ("masked", "mask_size", (X, bools(1, 1, 5, 5))),
     ("masked", "batch_and_sequence_swapped", (floats(7, 2, 24), bools(7, 7))),
     ("added_mask", "mask_transposed", (X, MEMORY, floats(11, 7))),
     ("added_mask", "mask_rank", (X, MEMORY, floats(2, 11))),
     ("integer_mask", "mask_dtype", (X, ints(7, 7))),
     ("sdpa_mask", "mask_rank", (X, bools(2, 7))),
-    ("sdpa_mask", "mask_size", (X, bools(13, 13))),
-    ("sdpa_mask", "mask_dtype", (X, ints(7, 7))),
     ("heads_stacked", "heads_not_joined", (X,)),
     ("batch_of_the_query", "batch_differs", (X, floats(5, 11, 24))),
     ("heads_by_einops", "heads_do_not_divide", (X,)),
     ("bytes_mask", "mask_dtype", (X,)),
-    ("bytes_buffer", "mask_dtype", (X,)),
     ("too_many_tokens", "index_out_of_range", (X,)),
-    ("padding_id", "index_out_of_range", (-ints(2, 7),)),
     ("needs_mask", "argument_is_none", (X,)),
-    ("needs_filled_mask", "argument_is_none", (X,)),
     ("needs_heads_of_mask", "argument_is_none", (X,)),
     ("needs_context", "argument_is_none", (X,)),
-    ("needs_rotation", "argument_is_none", (X,)),
     ("image_convolved", "wrong_rank", (floats(2, 5, 7, 24),)),
-    ("row_convolved", "wrong_rank", (floats(7, 24),)),
     ("more_than_positions", "no_room", (X,)),
     ("full_cache", "no_room", (floats(2, 7, 24),)),
     ("cache_of_another_batch", "no_room", (floats(3, 7, 24),)),
     ("full_cache_by_index", "index_out_of_range", (floats(2, 7, 24),)),
-    ("full_cache_by_copy", "index_out_of_range", (floats(2, 7, 24),)),
     ("no_batch", "wrong_rank", (floats(7, 24),)),
-    ("no_batch", "wrong_rank", (floats(2, 3, 7, 24),)),
     ("heads_of_an_odd_width", "heads_do_not_divide", (X,)),
 ]
 
@@ -157,16 +136,18 @@ def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tup
             assert words in failure.cause.explanation
 
 
-@pytest.mark.parametrize("name", [name for name, _, args in BY_HAND if len(args) == 1 and args[0] is X])
+def told(name: str, batch: int) -> str:
+    """Return what is told of a mistake, without its numbers."""
+    failure = failure_of(make(HAND, name), floats(batch, 7, 24))
+    assert failure.cause is not None
+    axes = [(stage.name, stage.variable, stage.axes) for stage in failure.completed]
+    operands = [operand.axes for operand in failure.operands]
+    return re.sub(r"\d+", "#", str((failure.clash, failure.cause.explanation, axes, operands)))
+
+
+@pytest.mark.parametrize("name", ["key_not_transposed", "no_key_transpose", "key_not_split", "concat_forgotten"])
 def test_a_batch_of_one_is_named_as_one_of_three(name: str):
-    found = []
-    for batch in (1, 3):
-        failure = failure_of(make(HAND, name), floats(batch, 7, 24))
-        assert failure.cause is not None
-        axes = [(stage.name, stage.variable, stage.axes) for stage in failure.completed]
-        told = (failure.clash, failure.cause.explanation, axes, [operand.axes for operand in failure.operands])
-        found.append(re.sub(r"\d+", "#", str(told)))
-    assert found[0] == found[1]
+    assert told(name, 1) == told(name, 3)
 
 
 @pytest.mark.parametrize(
@@ -201,30 +182,19 @@ def attend(**settings: Any) -> nn.Module:
 FIRST = {"batch_first": True}
 WITH_TORCH: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = [
     (TORCH.Clip(), "batch_and_sequence_swapped", (X,), {}),
-    (attend(), "batch_and_sequence_swapped", (X, MEMORY), {}),
     (attend(), "batch_and_sequence_swapped", (X,), {"key_padding_mask": bools(2, 7)}),
-    (attend(**FIRST), "batch_and_sequence_swapped", (X,), {"key_padding_mask": bools(7, 2)}),
-    (attend(**FIRST), "batch_and_sequence_swapped", (floats(7, 2, 24),), {"attn_mask": bools(7, 7)}),
     (TORCH.Encoder(), "batch_and_sequence_swapped", (X,), {"src_key_padding_mask": bools(2, 7)}),
     (attend(**FIRST), "batch_differs", (X, floats(5, 11, 24)), {}),
-    (attend(**FIRST), "wrong_width", (floats(2, 7, 23),), {}),
     (attend(**FIRST), "wrong_width", (X, floats(2, 11, 13)), {}),
-    (TORCH.Encoder(**FIRST), "wrong_width", (floats(2, 7, 23),), {}),
     (attend(**FIRST), "features_not_last", (floats(2, 24, 7),), {}),
     (TORCH.OtherValues(), "lengths_differ", (X, MEMORY), {}),
     (attend(**FIRST), "mask_dtype", (X,), {"key_padding_mask": ints(2, 7)}),
-    (attend(**FIRST), "mask_dtype", (X,), {"attn_mask": ints(7, 7)}),
-    (attend(**FIRST), "mask_size", (X,), {"key_padding_mask": bools(2, 5)}),
     (attend(**FIRST), "mask_size", (X,), {"attn_mask": bools(13, 13)}),
-    (attend(**FIRST).eval(), "mask_size", (X,), {"attn_mask": bools(13, 13)}),
     (attend(**FIRST), "mask_transposed", (X, MEMORY), {"attn_mask": bools(11, 7)}),
     (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 7, 7)}),
-    (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 1, 7, 7)}),
     (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 7)}),
     (attend(**FIRST), "mixed_dtypes", (X, MEMORY.double()), {}),
     (TORCH.Translate(), "batch_and_sequence_swapped", (X, MEMORY), {}),
-    (TORCH.Translate(**FIRST), "batch_differs", (X, floats(5, 11, 24)), {}),
-    (attend(**FIRST), "mixed_dtypes", (X.double(),), {}),
 ]
 
 
@@ -241,8 +211,6 @@ def test_a_mistake_in_a_call_of_torch_is_named(
 
 MASKS = [
     {"attn_mask": bools(2, 7, 7).triu(1)},
-    {"attn_mask": floats(2, 7, 7)},
-    {"attn_mask": floats(2, 1, 7, 7)},
     {"attn_mask": floats(2, 3, 7, 7)},
     {"attn_mask": ints(7, 7).tril()},
     {"key_padding_mask": ints(2, 7).tril(3)},
@@ -273,16 +241,9 @@ def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dic
 OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("own_check", (X,)),
     ("own_assert", (X,)),
-    ("floating_ids", (X,)),
-    ("own_type_error", (X,)),
     ("unused_mask", (X,)),
-    ("other_setting", (X,)),
     ("absent_key", (X,)),
     ("missing", (X,)),
-    ("attribute", (X,)),
-    ("tuple_index", (X,)),
-    ("joined", (X, floats(3, 5, 24))),
-    ("convolved", (X,)),
     ("recovered", (X,)),
     ("wrong_axis", (X,)),
     ("residual", (X,)),
@@ -303,10 +264,6 @@ def test_any_other_error_gets_facts_and_no_guess(name: str, args: tuple[Any, ...
     assert failure.source.endswith(line_of(getattr(OWN.Mistakes, name), "# fails"))
 
 
-def test_the_scores_of_a_sequence_with_itself_have_queries_and_keys():
-    assert failure_of(make(HAND, "integer_mask"), X, ints(7, 7)).operands[0].axes == "batch heads query key"
-
-
 def test_operands_have_the_names_of_the_users_line():
     def names(file: ModuleType, name: str, *args: Any) -> list[str]:
         return [operand.name for operand in failure_of(make(file, name), *args).operands]
@@ -314,7 +271,6 @@ def test_operands_have_the_names_of_the_users_line():
     assert names(OWN, "own_assert", X) == ["q"]
     assert names(HAND, "no_batch", floats(7, 24)) == ["x"]
     assert names(HAND, "key_not_transposed", X) == ["q", "k.transpose(-2, -1)"]
-    assert names(HAND, "query_not_transposed", X) == ["query", "key.transpose(2, 3)"]
     assert names(HAND, "half_product", X) == ["q", "k.to(...).transpose(-2, -1)"]
     assert names(HAND, "concat_not_contiguous", X) == ["context.transpose(1, 2)"]
     assert names(HAND, "masked", X, bools(2, 7)) == ["scores", "mask.eq(0)"]

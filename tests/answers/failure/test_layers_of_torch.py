@@ -23,33 +23,13 @@ def failure_of(module: nn.Module, *args: object, **kwargs: object) -> Failure:
     return failure
 
 
-@pytest.mark.parametrize("mask", [(2, 7), (3, 3)])
-def test_a_layer_that_is_called_itself_fails_at_the_call_of_trace(mask: tuple[int, int]) -> None:
+def test_a_layer_that_is_called_itself_fails_at_the_call_of_trace() -> None:
     x = torch.randn(2, 7, 32)
     layer = nn.MultiheadAttention(32, 4)
-    failure = failure_of(layer, x, x, x, key_padding_mask=torch.zeros(mask).bool())
+    failure = failure_of(layer, x, x, x, key_padding_mask=torch.zeros(2, 7).bool())
     assert HERE in failure.source
     assert failure.line == "trace(module, *args, **kwargs)  # the line of the user"
     assert "torch/" not in failure.source
-
-
-def test_an_encoder_fails_there_too() -> None:
-    failure = failure_of(nn.TransformerEncoderLayer(32, 4), torch.randn(2, 7, 32), torch.zeros(9, 9))
-    assert HERE in failure.source
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, attn_mask=torch.zeros(9, 9))[0]  # type: ignore[no-any-return]
-
-
-def test_the_innermost_line_of_the_user_is_shown() -> None:
-    failure = failure_of(Around(), torch.randn(2, 7, 32))
-    assert failure.line.startswith("return self.attention(x, x, x")
 
 
 def test_a_block_fails_at_its_own_line() -> None:
