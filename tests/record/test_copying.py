@@ -55,15 +55,6 @@ def test_tied_parameters_stay_tied_and_what_stands_in_is_taken():
     assert copied.v.weight is other
 
 
-def test_gradients_and_training_of_such_a_module():
-    x = torch.randn(3, 7, 30)
-    report = mha_inspect.compare_heads((1, 3), Holding, x, steps=2)
-    assert report.training.counts[1].verdict == "differs"
-    module = Holding()
-    module(x)
-    assert mha_inspect.diff(module, module, x).outcome == "same"
-
-
 class Uncopied(Holding):
     """Holds what refuses to be copied."""
 

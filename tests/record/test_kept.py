@@ -44,7 +44,7 @@ def write_into_everything(module: Caching, x: torch.Tensor, returned: tuple[torc
             tensor.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
 def test_writing_after_a_block_does_not_reach_what_was_kept(context: Callable[[], torch.no_grad]) -> None:
     torch.manual_seed(0)
     module, x = Caching(), torch.randn(2, 7, 15)
@@ -72,18 +72,7 @@ def test_writing_between_the_block_and_the_question_does_not_reach_it_either() -
     assert torch.equal(seen.trace.attentions[0].weights.tensor, expected)
 
 
-def test_writing_after_a_trace_does_not_reach_what_was_kept() -> None:
-    torch.manual_seed(0)
-    module, x = Caching(), torch.randn(2, 7, 15)
-    trace = mha_inspect.trace(module, x, keep=True)
-    before = {name: tensor.clone() for name, tensor in contents(trace)}
-    write_into_everything(module, x, ())
-    for name, tensor in contents(trace):
-        assert torch.equal(tensor, before[name]), name
-
-
-@pytest.mark.parametrize("show", [Show(stats=True), Show(values=True)])
-def test_what_is_kept_for_an_answer_goes_with_it(show: Show) -> None:
+def test_what_is_kept_for_an_answer_goes_with_it() -> None:
     """Without the collector: tensors in a circle would stay until it runs, which knows nothing of their size."""
     module, x = Caching(), torch.randn(2, 7, 15)
     made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -91,7 +80,7 @@ def test_what_is_kept_for_an_answer_goes_with_it(show: Show) -> None:
     gc.collect()
     gc.disable()
     try:
-        mha_inspect.trace(module, x, show=show)
+        mha_inspect.trace(module, x, show=Show(stats=True, values=True))
         module.cache.clear()
         assert {storage() for storage in made} == {None}
     finally:
@@ -149,7 +138,7 @@ class _TwoKernels(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("room", [0, 3_000, 9_000, 15_000, 20_000, 25_000, 30_000, 40_000, 1 << 30])
+@pytest.mark.parametrize("room", [0, 15_000, 1 << 30])
 def test_a_kernel_is_opened_and_compared_whether_or_not_its_tensors_have_room(room: int) -> None:
     torch.manual_seed(0)
     with torch.no_grad():

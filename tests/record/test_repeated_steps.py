@@ -24,12 +24,6 @@ def _calls_of_a_kernel(x: Tensor, **settings: Any) -> Tensor:
     return F.scaled_dot_product_attention(x, K, V, **settings)
 
 
-def _plain() -> None:
-    x = Q
-    for _ in range(3):
-        x = _calls_of_a_kernel(x, is_causal=True)
-
-
 def _one_memory() -> None:
     x = torch.stack((Q, K, V))
     for _ in range(3):
@@ -50,11 +44,6 @@ def _masks() -> None:
 def _scales() -> None:
     for scale in (None, 0.5, 0.5, 0.25, None):
         _calls_of_a_kernel(Q, scale=scale)
-
-
-def _grouped() -> None:
-    for _ in range(3):
-        F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True)
 
 
 def _layouts() -> None:
@@ -90,11 +79,6 @@ def _written_between() -> None:
         k.mul_(2)
 
 
-def _parts() -> None:
-    for beta in (1, 1, 0.5, 1):
-        torch.baddbmm(torch.zeros(12, 7, 7), Q.flatten(0, 1), K.flatten(0, 1).mT, beta=beta).softmax(-1)
-
-
 def _half() -> None:
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16):
         F.scaled_dot_product_attention(Q.to(dtype), K.to(dtype), V.to(dtype))
@@ -106,9 +90,17 @@ def _dropout() -> None:
 
 
 CODE = (
-    *(_plain, _one_memory, _same_operands, _masks, _scales, _grouped, _layouts, _views_between, _written_between),
-    *(_views_from_outside, _on_meta_first),
-    *(_parts, _half, _dropout),
+    _one_memory,
+    _same_operands,
+    _masks,
+    _scales,
+    _layouts,
+    _views_between,
+    _views_from_outside,
+    _on_meta_first,
+    _written_between,
+    _half,
+    _dropout,
 )
 
 

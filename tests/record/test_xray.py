@@ -72,7 +72,7 @@ class Fused(nn.Module):
 # -- the steps are torch's own -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
@@ -132,8 +132,7 @@ def mha(**settings: Any) -> nn.MultiheadAttention:
         return nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **settings}).eval()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(("padded", "need_weights"), [(False, False), (True, True)])
 def test_the_fast_path_is_seen_from_inside(padded: bool, need_weights: bool) -> None:
     layer, x = mha(), drawn(BATCH, LENGTH, EMBED)
     mask = torch.arange(LENGTH).expand(BATCH, LENGTH) > torch.tensor([[6], [4], [2]]) if padded else None
@@ -153,22 +152,6 @@ def test_the_fast_path_is_seen_from_inside(padded: bool, need_weights: bool) -> 
     for one in run.recording.kernels[1:]:
         assert one.check is not None
         assert one.check.verdict != "differs"
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_rows_of_different_lengths_are_opened_beside_the_kernel() -> None:
-    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 11, batch_first=True), 2).eval()
-    x, padding = drawn(BATCH, LENGTH, EMBED), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
-    padding[1, 4:] = True
-    with torch.no_grad():
-        plain = layers(x, src_key_padding_mask=padding)
-        run, _ = opened(lambda x: layers(x, src_key_padding_mask=padding), x)
-        with torch_math():
-            _, weights = layers.layers[0].self_attn(x, x, x, key_padding_mask=padding, average_attn_weights=False)
-    assert torch.equal(run.returned, plain)
-    assert len(run.attentions) == 2
-    kept = ~padding[:, None, :, None].expand(BATCH, HEADS, LENGTH, LENGTH)
-    torch.testing.assert_close(stage(run, "weights")[kept], weights[kept])
 
 
 def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None:
@@ -205,9 +188,10 @@ class Adding(nn.Module):
 @pytest.mark.parametrize(
     ("learned", "batched", "shape"),
     [
-        *((learned, True, (LENGTH,)) for learned in ("", "q")),
-        *((learned, True, shape) for learned in ("", "q", "k") for shape in ((LENGTH, LENGTH), (1, LENGTH))),
-        *(("", False, shape) for shape in ((LENGTH, LENGTH), (1, LENGTH))),
+        ("", True, (LENGTH,)),
+        ("q", True, (LENGTH, LENGTH)),
+        ("k", True, (1, LENGTH)),
+        ("", False, (LENGTH, LENGTH)),
     ],
 )
 @pytest.mark.parametrize("gradients", [True, False])
@@ -267,17 +251,14 @@ class Normed(Fused):
 STEPS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, bool]] = {
     "fused": (lambda: Normed(), torch.float32, False),
     "dropout": (lambda: Normed(dropout_p=0.5), torch.float32, False),
-    "causal": (lambda: Normed(is_causal=True), torch.float32, False),
     "bfloat16": (lambda: Normed(), torch.bfloat16, False),
     "autocast": (lambda: Normed(), torch.float32, True),
     "checkpoint": (lambda: Checkpointed(dropout_p=0.5), torch.float32, False),
-    "encoder": (lambda: encoder(dropout=0.0), torch.float32, False),
     "encoder, dropout": (lambda: encoder(dropout=0.3), torch.float32, False),
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("name", "keep"), [("fused", False), *((name, True) for name in STEPS)])
 def test_a_training_step_is_the_plain_one_to_the_bit(name: str, keep: bool) -> None:
     make, dtype, autocast = STEPS[name]
 
@@ -319,29 +300,6 @@ def test_the_module_is_run_once_also_one_that_cannot_be_copied_or_cast() -> None
     assert module.calls == 1
     assert trace.path.opened == ("aten._scaled_dot_product_flash_attention_for_cpu",)
     assert trace.proof.agrees
-
-
-def test_a_module_that_chooses_its_own_backend_is_seen() -> None:
-    class Chooses(Fused):
-        def forward(self, x: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return super().forward(x)
-
-    with torch.no_grad():
-        trace = mha_inspect.trace(Chooses().eval(), drawn(BATCH, LENGTH, EMBED))
-    assert {"scores", "weights"} <= {one.name for one in trace.attentions[0].stages}
-
-
-def test_nothing_of_torchs_settings_is_switched() -> None:
-    seen = []
-
-    class Watches(Fused):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-            return super().forward(x)
-
-    mha_inspect.trace(Watches(), drawn(BATCH, LENGTH, EMBED))
-    assert seen == [(True, True)]
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -458,8 +416,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> 
     return scores.softmax(-1).nan_to_num(nan=0.0) @ v.double()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (2, 1)), (True, (2, 1))])
 def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[int, int]) -> None:
     lengths, others = [3, 5, 2], [4, 5, 6]
     q, k, v = drawn(10, HEADS, 8), drawn(15, HEADS, 8, seed=1), drawn(15, HEADS, 8, seed=2)

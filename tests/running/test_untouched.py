@@ -120,8 +120,9 @@ def ask(asked: str, mode: str, x: torch.Tensor) -> None:
         ASKED[asked](x)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    ("asked", "mode"), [*((asked, "grad") for asked in ASKED), ("trace", "no_grad"), ("recording", "inference")]
+)
 def test_nothing_is_changed(asked: str, mode: str) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     ask(asked, mode, x)  # what is imported for the first time may do as it likes
@@ -141,14 +142,14 @@ def test_nothing_is_changed_by_eight_threads_at_once_and_each_has_its_own_answer
 
     def run(grad: bool) -> None:
         turn.wait(30)
-        found.extend((grad, repr(_traced(module, x, grad))) for _ in range(3))
+        found.extend((grad, repr(_traced(module, x, grad))) for _ in range(2))
 
     threads = [threading.Thread(target=run, args=(place % 2 == 0,)) for place in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 24
+    assert len(found) == 16
     assert all(answer == alone[grad] for grad, answer in found)
     assert state() == before
 
@@ -168,9 +169,9 @@ def test_the_process_does_not_grow_from_trace_to_trace() -> None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     with torch.no_grad():
-        for _ in range(20):
+        for _ in range(5):
             mha_inspect.trace(module, x)
         before = resident()
-        for _ in range(200):
+        for _ in range(30):
             mha_inspect.trace(module, x)
-    assert resident() - before < 5_000_000
+    assert resident() - before < 1_000_000
