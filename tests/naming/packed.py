@@ -75,13 +75,6 @@ def head_by_head(y: Tensor) -> Heads:
     return q, k, v
 
 
-def as_bloom(y: Tensor) -> Heads:
-    """BLOOM: the same, with heads folded into the batch."""
-    y = y.unflatten(-1, (H, 3, D))
-    q, k, v = (y[..., at, :].transpose(1, 2).reshape(-1, y.shape[1], D) for at in range(3))
-    return q.unflatten(0, (-1, H)), k.unflatten(0, (-1, H)), v.unflatten(0, (-1, H))
-
-
 def one_key(y: Tensor) -> Heads:
     """Falcon: all query heads, then one key and one value."""
     y = y.unflatten(-1, (-1, 4))
@@ -96,37 +89,9 @@ def groups(y: Tensor) -> Heads:
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def groups_by_einops(y: Tensor) -> Heads:
-    y = rearrange(y, "b n (g s d) -> b n g s d", g=2, d=4)
-    k, v = (y[..., at, :].transpose(1, 2).repeat_interleave(3, 1) for at in (3, 4))
-    return rearrange(y[..., :3, :], "b n g s d -> b (g s) n d"), k, v
-
-
-def groups_apart(y: Tensor) -> Heads:
-    """The members of all groups in front of the groups, and keys without members."""
-    y = y.view(*y.shape[:2], 2, 5, 4)
-    q = y[:, :, :, :3].permute(0, 3, 2, 1, 4)
-    k, v = (y[:, :, :, at].transpose(1, 2)[:, None] for at in (3, 4))
-    return q, k, v
-
-
-class Members(One):
-    """Grouped queries with an axis for the members of a group."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        context = self.attend(*self.to_heads(self.qkv(x)))  # batch member group position head_dim
-        self.contexts = context.transpose(1, 2).flatten(1, 2)
-        return self.o(join(self.contexts))
-
-
 def heads_before_batch(y: Tensor) -> Heads:
     q, k, v = rearrange(y, "b n (three h d) -> three (h b) n d", h=H, three=3)
     return tuple(rearrange(t, "(h b) n d -> b h n d", h=H) for t in (q, k, v))  # type: ignore[return-value]
-
-
-def every_third(y: Tensor) -> Heads:
-    q, k, v = (split(y[..., at::3]) for at in range(3))
-    return q, k, v
 
 
 def last_of_three(y: Tensor) -> Heads:
@@ -146,15 +111,7 @@ def across_heads(y: Tensor) -> Heads:
     return q, k, v
 
 
-def through_a_cache(y: Tensor) -> Heads:
-    q, k, v = thirds(y)
-    keys, values = (torch.zeros(len(y), H, y.shape[1] + 5, D) for _ in "kv")
-    keys[:, :, : y.shape[1]], values[:, :, : y.shape[1]] = k, v
-    return q, keys[:, :, : y.shape[1]], values[:, :, : y.shape[1]]
-
-
 ORDER = torch.tensor([2, 0, 3, 1])
-SHUFFLED = torch.randperm(3 * H * D, generator=torch.Generator().manual_seed(0))
 
 
 def each(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Heads]:
@@ -194,21 +151,6 @@ class Columns(Packed):
         return {(letter, "weight"): THIRDS[at] for at, letter in enumerate("qkv")}
 
 
-class Product(One):
-    """BigCode: query heads beside positions are the rows of one product."""
-
-    def __init__(self) -> None:
-        super().__init__(thirds, one_key_of(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([24, 4, 4], -1)
-        rows = q.reshape(len(x), -1, 4)
-        weights = torch.baddbmm(torch.empty(len(x), rows.shape[1], x.shape[1]), rows, k.mT, beta=0, alpha=0.5)
-        context = weights.view(*x.shape[:2], 6, -1).softmax(-1).view_as(weights) @ v
-        self.contexts = context.view(*x.shape[:2], 6, 4).transpose(1, 2)
-        return self.o(context.view(*x.shape[:2], 24))
-
-
 class Beside(Packed):
     """PaLM: queries beside the rows of the feed-forward, one key and one value."""
 
@@ -231,20 +173,6 @@ class Beside(Packed):
             ("k", "fused.weight"): rows[4:5],
             ("v", "fused.weight"): rows[5:6],
         }
-
-
-class LowRankAdded(One):
-    """LoRA on the whole matrix."""
-
-    def __init__(self) -> None:
-        super().__init__(thirds, THIRDS.unbind(0))
-        self.down, self.up = nn.Linear(E, 3, bias=False), nn.Linear(3, 72, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(join(self.attend(*thirds(self.qkv(x) + self.up(self.down(x)) * 2))))
-
-    def rows(self) -> Rows:
-        return super().rows() | {(letter, "up.weight"): THIRDS[at] for at, letter in enumerate("qkv")}
 
 
 class LowRankPadded(One):
@@ -270,16 +198,6 @@ class Turned(One):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(join(self.attend(*thirds(F.linear(x, self.qkv.weight.T.contiguous().T, self.qkv.bias)))))
-
-
-class Allocated(One):
-    """The context of each head is written into a buffer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        context, out = self.attend(*thirds(self.qkv(x))), torch.empty(*x.shape[:2], 24)
-        for head in range(H):
-            out[:, :, D * head : D * (head + 1)] = context[:, head]
-        return self.o(out)
 
 
 class Image(Packed):
@@ -345,85 +263,22 @@ class Apart(Packed):
         return {(letter, f"{letter}.weight"): in_order(H, D) for letter in "qkv"}
 
 
-class ApartViewed(Apart):
-    def to_heads(self, y: Tensor) -> Heads:
-        q, k, v = y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)
-        return q, k, v
-
-
-class OneEach(Packed):
-    """A matrix for each head, and a turn of a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(E, D) for _ in range(H)) for _ in range(3))
-
-    def turns(self, x: Tensor) -> list[Tensor]:
-        contexts = []
-        for q, k, v in zip(self.q, self.k, self.v, strict=True):
-            contexts.append(self.attend(q(x), k(x), v(x)))
-        self.contexts = torch.stack(contexts, 1)
-        return contexts
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(torch.cat(self.turns(x), -1))
-
-    def rows(self) -> Rows:
-        rows: Rows = {}
-        for head in range(H):
-            of_head = torch.full((H, D), -1)
-            of_head[head] = torch.arange(D)
-            rows |= {(letter, f"{letter}.{head}.weight"): of_head for letter in "qkv"}
-        return rows
-
-
-class OneEachStacked(OneEach):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(torch.stack(self.turns(x), 2).flatten(2))
-
-
-class StackedBefore(OneEach):
-    """The heads are stacked before they attend."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (torch.stack([project(x) for project in side], 1) for side in (self.q, self.k, self.v))
-        return self.o(join(self.attend(q, k, v)))
-
-
 ORDERS: dict[str, Callable[[], Packed]] = {
     "thirds": lambda: One(thirds, THIRDS),
     "head by head": lambda: One(head_by_head, BY_HEAD),
-    "head by head, folded": lambda: One(as_bloom, BY_HEAD),
     "one key": lambda: One(one_key, one_key_of(7)),
-    "one key, 71 heads": lambda: One(one_key, one_key_of(71)),
-    "one product": Product,
     "groups": lambda: One(groups, OF_GROUPS),
-    "groups by einops": lambda: One(groups_by_einops, OF_GROUPS),
-    "groups apart": lambda: Members(groups_apart, OF_GROUPS),
     "heads before the batch": lambda: One(heads_before_batch, THIRDS),
-    "every third": lambda: One(every_third, LAST),
     "last of three": lambda: One(last_of_three, LAST),
     "wide values": lambda: One(wide_values, LEVIT),
     "heads in another order": lambda: One(
         each(lambda t: split(t)[:, ORDER].transpose(1, 2).flatten(2)), THIRDS[:, ORDER]
     ),
-    "rows in another order": lambda: One(lambda y: thirds(y[..., SHUFFLED]), SHUFFLED.view(3, H, D)),
     "across heads": lambda: One(across_heads, in_order(3, 3, 8).mT.reshape(3, H, D)),
-    "flipped": lambda: One(each(lambda t: t.flip(-1)), THIRDS.flatten(1).flip(-1).view(3, H, D)),
-    "rolled": lambda: One(each(lambda t: t.roll(3, -1)), THIRDS.flatten(1).roll(3, -1).view(3, H, D)),
-    "through a cache": lambda: One(through_a_cache, THIRDS),
-    "transposed twice": lambda: Turned(thirds, THIRDS),
-    "written by head": lambda: Allocated(thirds, THIRDS),
     "columns": Columns,
     "beside the feed-forward": Beside,
-    "low rank, added": LowRankAdded,
     "low rank, padded": LowRankPadded,
     "convolution": Image,
     "latent": Latent,
-    "three joined": Apart,
-    "three joined and viewed": ApartViewed,
-    "one each": OneEach,
-    "one each, stacked": OneEachStacked,
-    "one each, stacked before": StackedBefore,
 }
 """Name to a function that makes the module."""

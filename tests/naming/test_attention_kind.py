@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mha_inspect
-from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
 from ..built import trace_layer, trace_module
@@ -37,12 +36,6 @@ class Masked(nn.Module):
 
 def tril(scores: Tensor) -> Tensor:
     return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-
-
-def in_place(scores: Tensor) -> Tensor:
-    mask = torch.zeros(scores.shape[-2:])
-    mask.masked_fill_(~tril(scores), LOW)
-    return scores + mask
 
 
 def by_positions(scores: Tensor) -> Tensor:
@@ -73,9 +66,7 @@ def behind(scores: Tensor) -> Tensor:
 CAUSAL = {
     "masked_fill": lambda s: s.masked_fill(~tril(s), LOW),
     "where": lambda s: torch.where(tril(s), s, torch.tensor(-1e9)),
-    "added": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), LOW),
     "added, as low as BERT's masks": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), -1e4),
-    "written into": in_place,
     "from positions": by_positions,
     "held outside": held_outside,
     "and padded": lambda s: padded(s.masked_fill(~tril(s), LOW)),
@@ -153,12 +144,9 @@ def test_a_buffer_that_the_forward_writes_is_written_once():
     assert torch.equal(module.bias, torch.ones(5, 5).triu(1) * -1e9)
 
 
-@pytest.mark.parametrize(
-    "own", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}]
-)
 @pytest.mark.parametrize("key_len", [3, 5, 7])
-def test_keys_of_the_layers_own_have_no_position(own, key_len):
-    spec = AttentionSpec(embed_dim=22, num_heads=2, **own)
+def test_keys_of_the_layers_own_have_no_position(key_len):
+    spec = AttentionSpec(embed_dim=22, num_heads=2, add_bias_kv=True, add_zero_attn=True)
     for causal in (True, False):
         inputs = InputSpec(batch=3, seq_len=5, key_len=key_len, causal=causal, padding=(0, 1, 2))
         (attention,) = trace_layer(spec, inputs, RunSpec()).attentions
@@ -187,27 +175,6 @@ def test_self_is_one_tensor_and_cross_is_two():
     assert kinds(layer, x, y, y) == [("cross",)]
     stack = nn.TransformerDecoderLayer(6, 2, 7, batch_first=True)
     assert kinds(stack, x, y) == [("self",), ("cross",)]
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_built_layers(layer):
-    kv_heads = {"num_kv_heads": 2} if "num_kv_heads" in LAYERS[layer].takes else {}
-    spec = AttentionSpec(embed_dim=24, num_heads=4, **kv_heads)
-    trace = trace_layer(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
-    grouped = ("grouped",) if kv_heads else ()
-    assert {attention.kind for attention in trace.attentions} == {("self", "causal", *grouped)}
-
-
-def kinds_in_a_block(module: nn.Module, *args: Tensor, **kwargs: object) -> list[tuple[str, ...]]:
-    with torch.no_grad(), mha_inspect.recording() as seen:
-        module.eval()(*args, **kwargs)
-    return [attention.kind for attention in seen.trace.attentions]
-
-
-@pytest.mark.parametrize("name", ["masked_fill", "added, as low as BERT's masks", "held outside", "padding"])
-def test_a_block_tells_kinds_in_the_same_words(name):
-    module, x = Masked({**CAUSAL, **OTHER}[name]), torch.randn(2, 5, 6)
-    assert kinds_in_a_block(module, x) == kinds(module, x)
 
 
 def test_a_mask_that_was_written_after_the_block_tells_nothing():
@@ -242,7 +209,7 @@ class Windows(nn.Module):
         return self.out((scores.softmax(-1) @ self.around(v)).permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("sides", [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize("sides", [(0, 0), (2, 1)])
 def test_windows_with_keys_of_their_neighbours_are_causal(sides: tuple[int, int]) -> None:
     (attention,) = mha_inspect.trace(Windows(*sides), torch.randn(2, 20, 12)).attentions
     assert attention.kind == ("self", "causal")

@@ -66,12 +66,6 @@ def test_the_sequence_first_and_no_batch() -> None:
     assert returned == ["query embed", "query key"]
 
 
-def test_the_weights_of_each_head_are_returned_by_name() -> None:
-    layer = nn.MultiheadAttention(E, 3, batch_first=True)
-    _, _, returned = named(layer, *[torch.randn(B, N, E)] * 3, average_attn_weights=False)
-    assert returned[1] == "batch heads query key"
-
-
 class OwnSizes(nn.Module):
     """Keys and values of fewer heads, and values of a width of their own; nothing is square."""
 

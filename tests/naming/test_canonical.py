@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from einops import rearrange
-from torch import nn
 
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.canonical import canonical, own_axes
 from mha_inspect.naming.pattern import CANONICAL_AXES
-from mha_inspect.running.subject import Subject
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}
 
@@ -90,17 +88,6 @@ def widened(returned: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
     """The output with four columns more, which are no axis of anything."""
     output, weights = returned
     return torch.cat((output, output[..., :4]), -1), weights
-
-
-def test_a_run_is_named_from_itself_where_nothing_else_is_at_hand() -> None:
-    layer, x = nn.MultiheadAttention(22, 2), drawn(5, 3, 22)
-    own = Subject(layer, (x, x, x), {})
-    seen = own.recorded()
-    axes = own_axes(seen)
-    assert axes.stages[0]["scores"] == "(batch heads) query key"
-    assert axes.stages[0]["q_proj"] == "query batch (heads head_dim)"
-    assert axes.returned == ("query batch embed", "batch query key")
-    assert own_axes(Subject(nn.Linear(22, 7), (drawn(5, 22),), {}).recorded()).returned == ("5 7",)
 
 
 def test_names_that_do_not_fit_their_sizes_are_none():

@@ -56,11 +56,6 @@ class Reversed(nn.Linear):
         return F.linear(x, self.weight[order], self.bias[order])
 
 
-class ReversedBias(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias[torch.arange(EMBED - 1, -1, -1)])
-
-
 def reports(module: nn.Module, x: Tensor) -> tuple[dict[str, str], mha_inspect.AttentionReport]:
     """Return the role of each parameter, and the report of the only attention."""
     roles = {row.name: row.role for row in mha_inspect.params(module.eval(), x).parameters}
@@ -81,10 +76,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         lambda: parametrizations.spectral_norm(nn.Linear(EMBED, EMBED)),
         {"q.parametrizations.weight.original": f"W_q: {STACKED}"},
     ),
-    "spectral norm by a hook": (
-        lambda: nn.utils.spectral_norm(nn.Linear(EMBED, EMBED)),
-        {"q.weight_orig": f"W_q: {STACKED}"},
-    ),
     "orthogonal": (
         lambda: parametrizations.orthogonal(nn.Linear(EMBED, EMBED)),
         {"q.parametrizations.weight.original": "W_q is computed from it"},
@@ -101,7 +92,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         LowRank,
         {"q.up": f"a factor of W_q: {STACKED}", "q.down": "a factor of W_q; not split by head"},
     ),
-    "index of a bias": (lambda: ReversedBias(EMBED, EMBED), {"q.weight": f"W_q: {STACKED}"}),
     "index": (
         lambda: Reversed(EMBED, EMBED),
         {"q.weight": "W_q: rows are the heads stacked in another order, 8 each"},
@@ -130,17 +120,6 @@ def test_a_computed_output_weight_has_the_columns_of_the_heads() -> None:
     assert roles["o.weight"] == f"W_o: {BESIDE}"
     assert roles["o.down"] == f"a factor of what is added to W_o: {BESIDE}"
     assert roles["o.up"] == "a factor of what is added to W_o; not split by head"
-
-
-def test_rows_of_an_added_factor_are_those_of_the_heads() -> None:
-    torch.manual_seed(0)
-    module = Attention()
-    module.q = MergedLora()
-    report = mha_inspect.params(module.eval(), inputs(), per_head=True)
-    (row,) = [row for row in report.parameters if row.name == "q.up"]
-    assert [(piece.head, piece.rows, piece.columns) for piece in row.heads] == [
-        (head, (HEAD_DIM * head, HEAD_DIM * (head + 1)), (0, RANK)) for head in range(HEADS)
-    ]
 
 
 def test_a_spectral_norm_of_a_convolution() -> None:

@@ -63,15 +63,13 @@ def test_learned_keys_are_said_to_be_where_they_are(places: str) -> None:
     assert (formulas["k_heads"], formulas["v_heads"]) == tuple(f"{PATTERN}, {words}" for words in WORDS[places])
 
 
-@pytest.mark.parametrize(("places", "word"), [("before", "prepended"), ("after", "appended"), ("around", "prepended")])
-def test_a_learned_key_has_its_place_among_the_parameters(places: str, word: str) -> None:
+def test_a_learned_key_has_its_place_among_the_parameters() -> None:
     torch.manual_seed(0)
-    report = mha_inspect.params(Further(places).eval(), torch.randn(BATCH, LENGTH, WIDTH))
+    report = mha_inspect.params(Further("around").eval(), torch.randn(BATCH, LENGTH, WIDTH))
     roles = {parameter.name: parameter.role for parameter in report.parameters}
-    assert roles["keys"] == f"learned, and {word} to the keys"
-    assert roles["values"] == f"learned, and {word} to the values"
-    if places == "around":
-        assert roles["more_keys"] == "learned, and appended to the keys"
+    assert roles["keys"] == "learned, and prepended to the keys"
+    assert roles["values"] == "learned, and prepended to the values"
+    assert roles["more_keys"] == "learned, and appended to the keys"
 
 
 ORDERS = {
@@ -97,15 +95,15 @@ class Reordered(Further):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-CASES = [(order, stage) for order in ORDERS for stage in ("q_heads", "k_heads", "v_heads", "concat")]
+CASES = [("flip", "q_heads"), ("roll", "k_heads"), ("index", "v_heads"), ("index_select", "concat")]
 
 
-@pytest.mark.parametrize(("order", "stage"), [case for case in CASES if case != ("index", "concat")])
+@pytest.mark.parametrize(("order", "stage"), CASES)
 def test_heads_in_another_order_are_no_plain_rearrangement(order: str, stage: str) -> None:
     torch.manual_seed(0)
     (shown,) = mha_inspect.trace(Reordered(order, stage).eval(), torch.randn(BATCH, LENGTH, WIDTH)).attentions
-    formulas = {each.name: each.formula for each in shown.stages}
+    formulas = {shown_stage.name: shown_stage.formula for shown_stage in shown.stages}
     source = "context" if stage == "concat" else f"{stage[0]}_proj"
     assert formulas[stage] == f"{source} in heads, then {order}"
-    others = {"q_heads", "k_heads", "v_heads", "concat"} - {stage}
-    assert all(" -> " in formulas[other] for other in others)
+    for plain in {"q_heads", "k_heads", "v_heads", "concat"} - {stage}:
+        assert " -> " in formulas[plain]

@@ -12,24 +12,7 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.reports.trace import AttentionReport, Cache
 
-from ..corpus.inside import (
-    KV,
-    Attend,
-    B,
-    D,
-    E,
-    H,
-    Pair,
-    T,
-    X,
-    angles,
-    both,
-    from_argument,
-    halves,
-    matrices,
-    rotary,
-    with_method,
-)
+from ..corpus.inside import KV, Attend, B, D, E, H, Pair, T, X, angles, both, halves, matrices, rotary, with_method
 
 
 def found(module: nn.Module, *args: Tensor) -> AttentionReport:
@@ -74,17 +57,11 @@ def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
     assert "rows" not in roles["q.weight"]
 
 
-def test_rotation_by_an_argument() -> None:
-    freqs_cis = torch.polar(torch.ones(()), angles(4))
-    assert found(with_method(positions=from_argument), X, freqs_cis).position == rotary("interleaved", query=4, key=4)
-
-
 @pytest.mark.parametrize("start", [0, 9])
 @pytest.mark.parametrize(
     "table",
     [
         lambda at: angles(at, 1),
-        lambda at: angles(0, 16)[None, :, None][:, at : at + 1, 0],
         lambda at: angles(0, at + 1)[None, -1:] if at else angles(0, 1),
     ],
 )
@@ -146,25 +123,10 @@ class Concatenated(Cached):
         return self.old
 
 
-class Sliced(Cached):
-    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
-        for kept, x in zip(self.kept, (k, v), strict=True):
-            kept[:B, :, new] = x
-        return [kept[:B, :, : new.stop] for kept in self.kept]
-
-
 class IndexCopied(Cached):
     def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
         places = torch.arange(new.start, new.stop)
         return [kept.index_copy_(2, places, x) for kept, x in zip(self.kept, (k, v), strict=True)]
-
-
-class IndexPut(Cached):
-    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
-        places = torch.arange(new.start, new.stop)
-        for kept, x in zip(self.kept, (k, v), strict=True):
-            kept[:, :, places] = x
-        return self.kept
 
 
 class Paged(Cached):
@@ -181,9 +143,7 @@ class Paged(Cached):
 
 WAYS = {
     Concatenated: ("concatenated", 0),
-    Sliced: ("in place", 0),
     IndexCopied: ("in place", 12),
-    IndexPut: ("in place", 12),
     Paged: ("paged", 0),
 }
 

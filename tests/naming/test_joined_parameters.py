@@ -21,7 +21,7 @@ def by_side(made: Tensor) -> list[Tensor]:
 
 
 def interleaved(x: Tensor, w: list[Tensor]) -> list[Tensor]:
-    weight = torch.stack([each.view(HEADS, HEAD_DIM, EMBED) for each in w], 1).reshape(3 * EMBED, EMBED)
+    weight = torch.stack([side.view(HEADS, HEAD_DIM, EMBED) for side in w], 1).reshape(3 * EMBED, EMBED)
     made = F.linear(x, weight).view(BATCH, LENGTH, HEADS, 3, HEAD_DIM)
     return [*made.permute(3, 0, 2, 1, 4)]
 
@@ -33,8 +33,6 @@ def by_einsum(x: Tensor, w: list[Tensor]) -> list[Tensor]:
 
 JOINED: dict[str, Callable[[Tensor, list[Tensor]], list[Tensor]]] = {
     "cat": lambda x, w: by_side(F.linear(x, torch.cat(w))),
-    "cat of columns": lambda x, w: by_side(x @ torch.cat([each.T for each in w], 1)),
-    "stack": lambda x, w: by_side(F.linear(x, torch.stack(w).flatten(0, 1))),
     "stack in an einsum": by_einsum,
     "head by head": interleaved,
 }
@@ -47,8 +45,11 @@ class Joined(nn.Module):
         self.o = nn.Linear(EMBED, EMBED)
         self.way = way
 
+    def sides(self, x: Tensor) -> list[Tensor]:
+        return JOINED[self.way](x, [self.w_q, self.w_k, self.w_v])
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = JOINED[self.way](x, [self.w_q, self.w_k, self.w_v])
+        q, k, v = self.sides(x)
         weights = (q @ k.mT / HEAD_DIM**0.5).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
@@ -66,22 +67,20 @@ def test_each_joined_parameter_is_the_matrix_of_its_side(way: str) -> None:
         ]
 
 
-class HeadByHead(nn.Module):
+class HeadByHead(Joined):
     """Every head has parameters of its own, which are joined before the projection."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("cat")
+        del self.w_q, self.w_k, self.w_v
         self.w = nn.ParameterList(torch.randn(HEAD_DIM, EMBED) / 5 for _ in range(3 * HEADS))
-        self.o = nn.Linear(EMBED, EMBED)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_side(F.linear(x, torch.cat([*self.w])))
-        weights = (q @ k.mT / HEAD_DIM**0.5).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
+    def sides(self, x: Tensor) -> list[Tensor]:
+        return by_side(F.linear(x, torch.cat([*self.w])))
 
 
 def test_joined_parameters_of_single_heads() -> None:
     torch.manual_seed(0)
     report = mha_inspect.params(HeadByHead().eval(), torch.randn(BATCH, LENGTH, EMBED))
-    roles = [row.role for row in report.parameters][: 3 * HEADS]
+    roles = [row.role for row in report.parameters if row.name.startswith("w.")]
     assert roles == [f"W_{letter} of head {head}" for letter in "qkv" for head in range(HEADS)]

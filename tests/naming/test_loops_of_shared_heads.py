@@ -45,7 +45,6 @@ SHARED: dict[str, tuple[list[int], int]] = {
     "groups": ([0, 0, 0, 1, 1, 1], 2),
     "in turn": ([0, 1, 0, 1, 0, 1], 2),
     "one": ([0, 0, 0], 1),
-    "own": ([0, 1, 2], 3),
 }
 
 
@@ -66,15 +65,6 @@ def test_heads_with_one_key_may_have_values_of_their_own() -> None:
     assert attention.num_kv_heads == 2
     assert rows_in(module, "k.weight") == at([0, 1])
     assert rows_in(module, "v.weight") == at([0, 1, 2, 3])
-
-
-def test_heads_with_one_value_may_have_keys_of_their_own() -> None:
-    torch.manual_seed(0)
-    module = Loop([0, 1, 2], [0, 0, 2])
-    (attention,) = mha_inspect.trace(module.eval(), torch.randn(BATCH, LENGTH, EMBED)).attentions
-    assert attention.num_kv_heads == 3
-    assert rows_in(module, "k.weight") == at([0, 1, 2])
-    assert rows_in(module, "v.weight") == at([0, 0, 2])
 
 
 def test_a_skipped_key_head_is_used_by_none() -> None:

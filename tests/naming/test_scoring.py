@@ -44,7 +44,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ / √16",
         "",
     ),
-    "a mask": (lambda q, k: q @ k.mT / 2 + BIAS, 0.5, "q_heads · k_headsᵀ / √4", "scores + bias"),
     "a mask that fills": (
         lambda q, k: (q @ k.mT / 2).masked_fill(BARRED, -1e9),
         0.5,
@@ -57,12 +56,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         0.5,
         "q_heads · k_headsᵀ / √4",
         "1.5 · tanh(scores / 1.5) + bias",
-    ),
-    "a tanh that caps nothing": (
-        lambda q, k: torch.tanh(q @ k.mT / 30),
-        1 / 30,
-        "q_heads · k_headsᵀ",
-        "tanh(scores / 30)",
     ),
     "scaled at last": (lambda q, k: (q @ k.mT + BIAS) / 4, 0.25, "q_heads · k_headsᵀ", "(scores + bias) / √16"),
     "scaled twice": (

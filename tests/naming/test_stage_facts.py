@@ -240,8 +240,6 @@ class PaddedToWindows(nn.Module):
 @pytest.mark.parametrize(
     ("kv_heads", "length", "formula"),
     [
-        (3, 4, "l2_norm(k_proj in heads)"),
-        (3, 1, "l2_norm(k_proj in heads)"),
         (3, 5, "l2_norm(k_proj in heads)"),
         (1, 8, "l2_norm(k_proj in heads), each head repeated 3 times"),
     ],
@@ -324,26 +322,6 @@ def test_positions_that_differ_between_batch_items_or_restart_have_no_offset(pla
     position = seen.trace.attentions[0].position
     assert (position.kind, position.layout, position.dims) == ("rotary", "half", 8)
     assert (position.query_offset, position.key_offset) == (offset, offset)
-
-
-def test_a_single_token_is_at_its_position_in_a_table_that_four_directions_write():
-    torch.manual_seed(0)
-
-    def forward(module, x, places):
-        angles = places[..., None] * 10.0 ** -torch.arange(4)
-        tables = [numbers * 1.0 for numbers in (angles.cos(), angles.sin())]
-        for table in tables:
-            for direction in (1, 2, 3):
-                table[0][..., direction::4] = table[direction][..., direction::4]
-        cos, sin = (torch.cat((table[0], table[0]), -1)[:, None] for table in tables)
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in module(x).chunk(3, -1))
-        q, k = (side * cos + torch.cat((-side[..., 4:], side[..., :4]), -1) * sin for side in (q, k))
-        return ((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    with mha_inspect.recording() as seen:
-        forward(torch.nn.Linear(16, 48), torch.randn(2, 1, 16), torch.full((4, 2, 1), 5))
-    position = seen.trace.attentions[0].position
-    assert (position.query_offset, position.key_offset) == (5, 5)
 
 
 def test_a_table_of_positions_in_a_parameter_that_is_not_trained_is_a_rotation_in_a_recording_too():

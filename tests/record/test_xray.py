@@ -87,11 +87,7 @@ def test_steps_are_those_of_torchs_math(
 ) -> None:
     q = drawn(batch, heads[0], query, HEAD_DIM, dtype=dtype)
     k, v = (drawn(batch, heads[1], key, HEAD_DIM, dtype=dtype, seed=seed) for seed in (1, 2))
-    attn_mask = {
-        "bool": drawn(query, key, seed=3) > 0,
-        "float": drawn(batch, 1, query, key, dtype=dtype, seed=3),
-        "row": torch.arange(key).expand(batch, 1, 1, key) % 2 == 0,
-    }.get(mask)
+    attn_mask = mask_of(mask, batch, query, key, dtype)
     asked = {"attn_mask": attn_mask, "is_causal": mask == "causal", "scale": scale, "enable_gqa": heads[0] != heads[1]}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,30 +96,46 @@ def test_steps_are_those_of_torchs_math(
     with torch.no_grad():
         plain = attend(q, k, v)
         run, _ = opened(attend, q, k, v)
-        exact = asked["attn_mask"] if mask in ("bool", "row") or attn_mask is None else attn_mask.double()
-        whole = [t.double().repeat_interleave(heads[0] // t.shape[1], 1) for t in (q, k, v)]
-        scores = whole[0] @ whole[1].mT * (1 / math.sqrt(HEAD_DIM) if scale is None else scale)
-        barred = torch.ones(query, key, dtype=torch.bool).triu(1) if mask == "causal" else None
-        barred = ~exact if exact is not None and exact.dtype == torch.bool else barred
-        masked = scores if barred is None else scores.masked_fill(barred, -torch.inf)
-        masked = masked + exact if mask == "float" else masked
-        weights = masked.softmax(-1).nan_to_num(nan=0.0)
     assert torch.equal(run.returned, plain)
-    fused = [one for one in run.recording.kernels if "scaled_dot_product" in one.op]
+    fused = [kernel for kernel in run.recording.kernels if "scaled_dot_product" in kernel.op]
     assert fused or heads[0] != heads[1] or dtype == torch.float16
-    for one in fused:
-        assert (one.opened, one.note) == (True, "")
-        assert one.check is not None
-        assert one.check.verdict != "differs"
+    for kernel in fused:
+        assert (kernel.opened, kernel.note) == (True, "")
+        assert kernel.check is not None
+        assert kernel.check.verdict != "differs"
     if not fused or key == 1:
         return
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype in (torch.float32, torch.float64) else {"rtol": 0.03, "atol": 0.03}
-    assert run.attentions
-    names = run.attentions[0][0].stages
-    assert ("masked_scores" in names) == (mask != "none")
-    for name, expected in {"scores": scores, "weights": weights}.items():
-        torch.testing.assert_close(stage(run, name).double().reshape(expected.shape), expected, **near)
+    assert ("masked_scores" in run.attentions[0][0].stages) == (mask != "none")
+    expected = scores_and_weights(q, k, scale, allowed_or_added(mask, attn_mask, query, key))
+    for name, exact in zip(("scores", "weights"), expected, strict=True):
+        torch.testing.assert_close(stage(run, name).double().reshape(exact.shape), exact, **near)
     assert torch.equal(stage(run, "context").reshape(plain.shape), plain)
+
+
+def mask_of(kind: str, batch: int, query: int, key: int, dtype: torch.dtype) -> Tensor | None:
+    if kind == "bool":
+        return drawn(query, key, seed=3) > 0
+    if kind == "float":
+        return drawn(batch, 1, query, key, dtype=dtype, seed=3)
+    if kind == "row":
+        return torch.arange(key).expand(batch, 1, 1, key) % 2 == 0
+    return None
+
+
+def allowed_or_added(kind: str, attn_mask: Tensor | None, query: int, key: int) -> Tensor | None:
+    """Where a query may look, or the numbers that are added to its scores."""
+    return torch.ones(query, key, dtype=torch.bool).tril() if kind == "causal" else attn_mask
+
+
+def scores_and_weights(q: Tensor, k: Tensor, scale: float | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The oracle, in float64, with each key head repeated for its queries."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.double() @ keys.mT * (1 / math.sqrt(HEAD_DIM) if scale is None else scale)
+    if mask is None:
+        return scores, scores.softmax(-1)
+    masked = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    return scores, masked.softmax(-1).nan_to_num(nan=0.0)
 
 
 def mha(**settings: Any) -> nn.MultiheadAttention:
