@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.call.load import load_layer
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.find import attentions_of
-from mha_inspect.layers import catalog
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.record.ops import Recording
 
@@ -146,28 +143,6 @@ def test_a_bias_between_products_belongs_to_the_projection() -> None:
     assert "output" not in found.stages
 
 
-def test_weights_made_of_parameters_are_weights() -> None:
-    module = nn.MultiheadAttention(15, 3, batch_first=True)
-    module.out_proj = nn.utils.parametrizations.weight_norm(module.out_proj)
-    (found,) = attentions_of(Graph(recorded(module.train(), *[torch.randn(B, N, 15)] * 3, need_weights=False)))
-    assert "output" in found.stages
-
-
-@pytest.mark.parametrize("layer", catalog.LAYERS)
-def test_each_layer_of_ours_is_one_attention(layer: str) -> None:
-    spec = AttentionSpec(embed_dim=15, num_heads=3)
-    forward = load_layer(spec, InputSpec(batch=7, seq_len=11), RunSpec(), layer)
-    ((found, names),) = forward.recorded().attentions
-    assert (names.num_heads, names.num_kv_heads, names.head_dim) == (3, 3, 5) or layer in ("narrow", "wide")
-    assert names.of_stage("query") == "batch query embed"
-    assert names.of_stage("concat") in ("batch query (heads head_dim)", "(query batch) (heads head_dim)")
-    assert all(word.isidentifier() for stage in found.stages for word in _words(names.of_stage(stage)))
-
-
-def _words(pattern: str) -> list[str]:
-    return pattern.replace("(", " ").replace(")", " ").split()
-
-
 def calls(function: Callable[[], Any]) -> int:
     """How many Python functions are called while this one runs."""
     count = 0
@@ -207,7 +182,7 @@ class Stack(nn.Module):
 
 def test_a_hundred_layers_take_a_hundred_times_one() -> None:
     mask = torch.full((5, 5), -1.0).triu(1)
-    few, many = (recorded(Stack(depth), torch.randn(2, 5, 6), mask) for depth in (10, 100))
+    few, many = (recorded(Stack(depth), torch.randn(2, 5, 6), mask) for depth in (3, 30))
 
     def find(recording: Recording) -> None:
         dimensions = Graph(recording).dimensions

@@ -32,7 +32,6 @@ def in_place(contexts: Tensor, weight: Tensor) -> Tensor:
 
 SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda contexts, weight: sum(terms_of(contexts, weight), torch.tensor(0.0)),
-    "stack": lambda contexts, weight: torch.stack(terms_of(contexts, weight)).sum(0),
     "in place": in_place,
     "product": lambda contexts, weight: (contexts @ weight.view(EMBED, HEADS, HEAD_DIM).permute(1, 2, 0)).sum(1),
 }
@@ -83,20 +82,3 @@ def test_a_sum_that_begins_with_the_residual_is_no_output() -> None:
     assert "output" not in {stage.name for stage in attention.stages}
     roles = {row.name: row.role for row in mha_inspect.params(module, x).parameters}
     assert roles["o.weight"] == "W_o: columns are the heads side by side, 8 each"
-
-
-def test_a_projection_of_its_own_for_each_head() -> None:
-    class Apart(Summed):
-        def __init__(self) -> None:
-            super().__init__("sum")
-            self.o = nn.ModuleList(nn.Linear(HEAD_DIM, EMBED) for _ in range(HEADS))
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (split(layer(x)) for layer in (self.q, self.k, self.v))
-            contexts = (q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v
-            return sum((layer(contexts[:, head]) for head, layer in enumerate(self.o)), torch.tensor(0.0))
-
-    torch.manual_seed(0)
-    report = mha_inspect.params(Apart().eval(), torch.randn(BATCH, LENGTH, EMBED))
-    roles = {row.name: row.role for row in report.parameters}
-    assert [roles[f"o.{head}.weight"] for head in range(HEADS)] == [f"W_o of head {head}" for head in range(HEADS)]

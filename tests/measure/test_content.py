@@ -68,15 +68,6 @@ def test_torchs_print_options_are_not_read_and_not_changed() -> None:
     assert values.text == "tensor([1.0000, 1.0005, 1.0010,  ..., 1.9990, 1.9995, 2.0000])"
 
 
-def test_every_element_for_a_machine() -> None:
-    values = values_of(torch.tensor([[1.0, math.inf]]), Show(full_values=True))
-    assert values is not None
-    assert values.data == [[1.0, math.inf]]
-    alone = values_of(torch.tensor(True), Show(full_values=True))
-    assert alone is not None
-    assert alone.data == [True]
-
-
 def test_all_numbers_are_written_as_python_writes_them() -> None:
     numbers = torch.randn(2, 3, 20_000, generator=torch.Generator().manual_seed(0))
     numbers[0, 1, 17_000], numbers[1, 2, 0], numbers[1, 2, 1] = math.inf, math.nan, -math.inf

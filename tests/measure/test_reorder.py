@@ -40,7 +40,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("before", "after", "parts"), PATTERNS)
-@pytest.mark.parametrize("heads", [2, 3, 5, 8])
+@pytest.mark.parametrize("heads", [3, 8])
 def test_the_name_of_an_order_is_the_pattern_that_gives_it(before: str, after: str, parts: int, heads: int) -> None:
     sizes = {"qkv": 3, "heads": heads, "head_dim": WIDTH, "two": 2, "half": WIDTH // 2}
     lengths = {axis: size for axis, size in sizes.items() if axis in before}
@@ -57,8 +57,8 @@ def test_the_name_of_an_order_is_the_pattern_that_gives_it(before: str, after: s
     assert torch.equal(eval(line, {"rearrange": rearrange, "w": left}), right)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6])
-def test_columns_and_transposed_matrices_are_rows_too(heads: int) -> None:
+def test_columns_and_transposed_matrices_are_rows_too() -> None:
+    heads = 4
     left = drawn(3 * heads * WIDTH)
     right = rearrange(left, "(qkv heads head_dim) e -> (heads qkv head_dim) e", qkv=3, heads=heads)
     columns = explained(left.T.contiguous(), right.T.contiguous(), heads=heads, kv_heads=heads)
@@ -91,13 +91,6 @@ def test_shared_heads_may_be_repeated(repeat: str) -> None:
     assert found.names[0].pattern == f"{repeat}(3)"
 
 
-def test_rounded_rows_are_found_by_the_nearest() -> None:
-    weight = drawn(4 * WIDTH)
-    found = explained(weight, halves(weight, 4).bfloat16().float(), heads=4, kv_heads=4, parts=1)
-    assert found.names[0].pattern == "(heads half two) -> (heads two half)"
-    assert 0 < found.remaining < 0.01
-
-
 @pytest.mark.parametrize(
     "right",
     [
@@ -107,9 +100,8 @@ def test_rounded_rows_are_found_by_the_nearest() -> None:
         drawn(32),
         torch.cat([drawn(8, seed=3), drawn(32)[8:]]),
         torch.zeros(32, EMBED),
-        drawn(32) + 2 * drawn(32, seed=4),
     ],
-    ids=["other", "scaled", "trained", "equal", "one head trained", "zeros", "trained long"],
+    ids=["other", "scaled", "trained", "equal", "one head trained", "zeros"],
 )
 def test_what_is_not_the_same_rows_is_not_explained(right: Tensor) -> None:
     assert explain(drawn(32), right, {"heads": 4, "kv_heads": 4, "head_dim": WIDTH}) is None
@@ -123,14 +115,14 @@ def test_equal_rows_have_no_order() -> None:
 
 
 @given(seed=st.integers(0, 10**6), rows=st.sampled_from([6, 8, 24, 32]), columns=st.sampled_from([1, 3, 8, 32]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_two_drawn_matrices_are_never_explained(seed: int, rows: int, columns: int) -> None:
     left, right = drawn(rows, columns, seed), drawn(rows, columns, seed + 10**7)
     assert explain(left, right, {"heads": 4, "kv_heads": 2, "head_dim": rows // 4 or 1}) is None
 
 
 @given(order=st.permutations(range(16)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_order_is_found_as_it_is(order: list[int]) -> None:
     left = drawn(16)
     found = explain(left, left[order], {"heads": 2, "kv_heads": 2, "head_dim": WIDTH})

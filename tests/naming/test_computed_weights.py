@@ -136,31 +136,3 @@ def test_a_spectral_norm_of_a_convolution() -> None:
     roles, attention = reports(Convolved(), torch.randn(2, 8, 3, 3))
     assert {"q_proj", "k_proj", "v_proj"} <= set(stages_of(attention))
     assert roles["v.parametrizations.weight.original"].startswith("W_v: ")
-
-
-class LearnedQueries(Attention):
-    def __init__(self, heads: int) -> None:
-        super().__init__(heads)
-        self.slots = nn.Parameter(torch.randn(4, EMBED))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.heads > 1:
-            return self.attend(self.q(self.slots), self.k(x), self.v(x))
-        weights = (self.q(self.slots) @ self.k(x).mT / HEAD_DIM**0.5).softmax(-1)
-        return self.o(weights @ self.v(x))
-
-
-class LearnedKeys(LearnedQueries):
-    def forward(self, x: Tensor) -> Tensor:
-        weights = (self.q(x) @ self.k(self.slots).T / HEAD_DIM**0.5).softmax(-1)
-        return self.o(weights @ self.v(self.slots))
-
-
-@pytest.mark.parametrize(("kind", "heads"), [(LearnedQueries, 1), (LearnedQueries, HEADS), (LearnedKeys, 1)])
-def test_learned_queries_and_keys_are_compared_and_are_no_weights(kind: type[LearnedQueries], heads: int) -> None:
-    torch.manual_seed(0)
-    roles, attention = reports(kind(heads), inputs())
-    assert attention.kind[0] == "cross"
-    assert {"query", "key", "q_proj", "k_proj", "v_proj"} <= set(stages_of(attention))
-    assert roles["slots"].endswith("themselves: learned, the same for every input")
-    assert all(roles[f"{letter}.weight"].startswith(f"W_{letter}: ") for letter in "qkvo")

@@ -70,30 +70,6 @@ def test_rotation_of_one_token(table: Any, start: int) -> None:
     assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
 
 
-def test_rotation_of_one_token_at_equal_positions_in_time_height_and_width() -> None:
-    def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
-        numbers = torch.arange(1).add(9).view(1, 1, 1).expand(3, B, 1)
-        table = numbers[..., None] * (1 / 10000 ** (torch.arange(0, D, 2) / D))
-        times = table[0]
-        times[..., 1::3] = table[1, ..., 1::3]
-        times[..., 2::3] = table[2, ..., 2::3]
-        return tuple(halves(x, times[:, None]) for x in (q, k))
-
-    assert found(with_method(positions=positions), X[:, :1]).position == rotary("half", query=9, key=9)
-
-
-def test_what_is_made_of_the_scores_is_no_mask() -> None:
-    """Scores of a head are added to those of all others."""
-    attention = found(with_method(scores=lambda self, scores: scores + scores[:, :1].sigmoid().cumsum(-1)))
-    assert {stage.name: stage.formula for stage in attention.stages}["masked_scores"] == "scores + …"
-
-
-def test_a_bias_of_activations_is_no_position() -> None:
-    scores = with_method(scores=lambda self, scores: scores + self.q(X)[..., :H].mT[..., None, :])
-    attention = found(scores)
-    assert (attention.bias, attention.position) == (True, None)
-
-
 # -- caches -----------------------------------------------------------------------------------------------------------
 
 

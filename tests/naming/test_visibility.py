@@ -100,11 +100,6 @@ def test_causal_is_told_wherever_the_weights_show_it(name: str, seq_first: bool)
     assert trace_module(module, X.transpose(0, 1) if seq_first else X).attentions[0].kind == ("self", "causal")
 
 
-def test_a_padding_mask_given_to_a_fused_kernel_is_not_causal() -> None:
-    padded = torch.zeros(BATCH, 1, 1, LENGTH).index_fill(-1, torch.tensor([3, 4]), LOW)
-    assert trace_module(Attends(fused(attn_mask=padded)).eval(), X).attentions[0].kind == ("self",)
-
-
 @pytest.mark.parametrize(
     ("keep", "low", "kernel"),
     [(False, LOW, False), (True, LOW, True), (False, torch.finfo(torch.float32).min, True), (True, -1e9, False)],
@@ -117,12 +112,3 @@ def test_queries_without_a_key_are_told_however_they_were_masked(keep: bool, low
     assert visible.blind == ((0, 0), (1, 2))
     assert visible.seen is not None
     assert visible.seen.all()
-
-
-def test_a_run_is_not_changed_and_nothing_is_kept_of_open_weights() -> None:
-    with torch.no_grad():
-        module = Attends(by_hand(lambda s: s)).eval()
-        run = Subject(module, (X,), {}).recorded()
-        assert torch.equal(run.returned, module(X))
-    assert [sight.pairs for sight in run.recording.sights.values()] == [{}]
-    assert not run.recording.values

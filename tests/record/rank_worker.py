@@ -392,10 +392,24 @@ def answer(folder: Path, rank: int, world: int) -> None:
         dist.destroy_process_group()
 
 
+def import_what_ranks_import() -> None:
+    """Run what imports while it runs: a process that is forked afterwards need not."""
+    import torch._dynamo
+
+    module, x = Attention(fused=False), torch.zeros(1, 2, WIDTH)
+    with torch.no_grad(), mha_inspect.recording() as recording:
+        module(x)
+    assert recording.trace.attentions
+    mha_inspect.params(module, x)
+    if find_spec("transformers"):
+        for make, _ in models().values():
+            make()
+
+
 def main(folder: Path) -> None:
+    import_what_ranks_import()
     for world in (2, 4):
         (folder / str(world)).mkdir()
-        # Forked, so that torch is imported once.
         start = multiprocessing.get_context("fork").Process
         ranks = [start(target=answer, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
         for rank in ranks:

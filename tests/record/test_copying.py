@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -80,24 +78,6 @@ def test_what_cannot_be_copied_is_said():
 def test_a_module_whose_eval_returns_nothing_is_measured():
     module, x = Silent(), torch.randn(3, 7, 30)
     assert mha_inspect.diff(module, module, x).outcome == "same"
-
-
-@dataclass
-class PerLayer:
-    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
-
-    heads: int = 3
-
-    def __getattribute__(self, name: str) -> object:
-        if name == "heads":
-            raise RuntimeError("heads may vary across layers")
-        return super().__getattribute__(name)
-
-
-def test_a_field_that_raises_is_copied_as_it_is_stored():
-    module = Holding()
-    module.config = PerLayer()
-    assert vars(copy_module(module).config) == {"heads": 3}
 
 
 class Turning(Holding):

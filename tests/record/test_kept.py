@@ -157,25 +157,3 @@ def test_parameters_take_no_room_of_the_tensors_of_a_run() -> None:
         full = run_and_record(module, (x,), {}, keep=True, room=2 * 200 * 4 - 1)
     assert run.recording.values
     assert not full.recording.values
-
-
-class _FreedAfterwards(nn.Module):
-    """Gathers two tables before its forward and gives their memory back after it, as FSDP does with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = [torch.ones(4, 24), torch.ones(4, 24)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = self.tables[0].untyped_storage().nbytes() or 4 * 24 * 4
-        for table in self.tables:
-            table.untyped_storage().resize_(size)
-            x = x + table[:1]
-        for table in self.tables:
-            table.untyped_storage().resize_(0)
-        return x
-
-
-def test_a_tensor_whose_memory_was_given_back_is_no_constant() -> None:
-    run = run_and_record(_FreedAfterwards(), (torch.randn(2, 4, 24),), {})
-    assert [number for number, tensor in run.recording.constants.items() if tensor.numel() == 4 * 24] == []

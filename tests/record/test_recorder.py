@@ -186,17 +186,6 @@ def test_no_intermediate_result_is_held(mode: Callable[[], Any]) -> None:
     assert alive == [True, False]
 
 
-class Nothing(nn.Module):
-    def forward(self) -> None:
-        return None
-
-
-def test_what_returns_nothing_and_does_nothing() -> None:
-    recording, returned = record(Nothing())
-    assert returned is None
-    assert recording.ops == recording.outputs == ()
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_a_shape_or_memory_are_recorded_too() -> None:
     """Rows of different lengths, as torch's own encoder packs them; zeros that take no memory; sparse ones."""

@@ -142,35 +142,6 @@ def test_what_is_kept_is_as_it_was_before_later_writes() -> None:
     assert values["mul_"] == [3, 3, 0, 0]
 
 
-class InADict(torch._ops.HigherOrderOperator):
-    """Runs code as torch's own cond does, and returns whatever that returns."""
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        return super().__call__(x)
-
-
-def test_what_an_operation_returns_in_a_dictionary_comes_of_it() -> None:
-    in_a_dict, keys = InADict("recorded_in_a_dict"), torch._C.DispatchKey
-
-    @in_a_dict.py_impl(keys.CompositeExplicitAutograd)
-    def run(x: torch.Tensor) -> Any:
-        return {"twice": x * 2, "more": (x + 1, None)}
-
-    @in_a_dict.py_impl(keys.AutogradCPU)
-    def run_below(x: torch.Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return in_a_dict(x)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        made = in_a_dict(x)
-        return made["twice"] + made["more"][0]
-
-    recording, _ = record(forward, drawn(3))
-    whole, added = recording.ops
-    assert [tensor.id for tensor in whole.outputs] == [tensor.id for tensor in added.inputs]
-    assert all(recording.producer(tensor) is whole for tensor in added.inputs)
-
-
 def test_what_is_written_into_and_not_returned_is_new_all_the_same() -> None:
     def forward() -> torch.Tensor:
         a, b = torch.ones(3), torch.ones(5)
@@ -320,13 +291,3 @@ def test_source_module_and_call_of_each_operation(user: ModuleType) -> None:
     assert [[op.base_name for op in ops] for ops in products] == [names, names]
     (transposed,) = ops_named(recording, "transpose")
     assert transposed.call not in {ops[0].call for ops in products}
-
-
-def test_inference_mode_shows_the_operations_of_a_run_without_gradients(user: ModuleType) -> None:
-    layer, x = user.Layer(), drawn(BATCH, QUERY, EMBED)
-
-    def shown(mode: Callable[[], Any]) -> list[Any]:
-        with mode():
-            return [(op.name, op.source, op.module, op.call) for op in record(layer, x)[0].ops]
-
-    assert shown(torch.inference_mode) == shown(torch.no_grad)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mha_inspect
 from mha_inspect.record import kernels
 from mha_inspect.record.catalog import fused
-from mha_inspect.record.ops import Kernel, Recording, TensorRef
+from mha_inspect.record.ops import Kernel, Recording
 from mha_inspect.record.xray import XRay
 from mha_inspect.running.subject import Run
 
@@ -179,49 +179,6 @@ def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None
     assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
 
 
-class Adding(nn.Module):
-    """Attention of one head whose mask is added inside of the product, with a learned query or learned keys."""
-
-    def __init__(self, learned: str, mask: torch.Tensor, *, batched: bool) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
-        self.own = nn.Parameter(drawn(LENGTH, EMBED, seed=3))
-        self.learned, self.mask, self.batched = learned, mask, batched
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        own = self.own.expand(BATCH, LENGTH, EMBED) if self.batched else self.own
-        q = own if self.learned == "q" else self.q(x)
-        k = own if self.learned == "k" else self.k(x)
-        add = torch.baddbmm if self.batched else torch.addmm
-        weights = add(self.mask, q, k.mT, alpha=0.25).softmax(-1)
-        return weights @ self.v(x), weights
-
-
-@pytest.mark.parametrize(
-    ("learned", "batched", "shape"),
-    [
-        ("", True, (LENGTH,)),
-        ("q", True, (LENGTH, LENGTH)),
-        ("k", True, (1, LENGTH)),
-        ("", False, (LENGTH, LENGTH)),
-    ],
-)
-@pytest.mark.parametrize("gradients", [True, False])
-def test_whatever_is_added_to_scores_inside_of_a_product_leaves_them_to_see(
-    learned: str, batched: bool, shape: tuple[int, ...], gradients: bool
-) -> None:
-    mask = drawn(*shape, seed=1)
-    module, x = Adding(learned, mask, batched=batched), drawn(*((BATCH,) if batched else ()), LENGTH, EMBED)
-    with torch.set_grad_enabled(gradients):
-        run, _ = opened(module, x)
-    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
-    torch.testing.assert_close(scores.view(masked.shape) + mask, masked)
-    torch.testing.assert_close(masked.softmax(-1), run.returned[1].view(masked.shape))
-    (own,) = run.recording.kernels
-    assert own.check is not None
-    assert own.check.verdict == "same"
-
-
 def test_a_layer_hides_nothing_in_its_product() -> None:
     """A bias is added to a product with a weight: packed, as GPT-2 has it, of each head, or made of other weights."""
     x, w, b = drawn(BATCH, LENGTH, EMBED), nn.Parameter(drawn(EMBED, EMBED)), nn.Parameter(drawn(EMBED))
@@ -333,36 +290,6 @@ def test_scores_beyond_the_budget_have_shapes_and_no_numbers() -> None:
     assert small.recording.values.keys().isdisjoint({stages[1][name].id for name in ("scores", "weights")})
     names = [[op.name for op in run.recording.ops] for run in (full, small)]
     assert names[0] == names[1]
-
-
-def test_steps_that_are_described_are_those_that_are_run() -> None:
-    for module in (Fused(), Fused(is_causal=True), Fused(EMBED, 1), mha().train()):
-        x = drawn(BATCH, LENGTH, EMBED)
-        args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
-        run, described = (_renumbered(record_opened(module, *args, keep=keep)[0]) for keep in (True, False))
-        assert run == described
-
-
-def _renumbered(recording: Recording) -> list[Any]:
-    """What each operation is and reads and makes, its tensors and their memory counted as they come."""
-    ids: dict[int, int] = {}
-    storages: dict[int, int] = {}
-
-    def told(tensor: TensorRef) -> Any:
-        number = ids.setdefault(tensor.id, len(ids)), storages.setdefault(tensor.storage, len(storages))
-        return *number, tensor.shape, tensor.stride, tensor.offset, tensor.dtype
-
-    return [
-        (
-            op.name,
-            op.kind,
-            op.call,
-            [*map(told, op.inputs)],
-            [*map(told, op.outputs)],
-            recording.producers[op.output.id],
-        )
-        for op in recording.ops
-    ]
 
 
 @pytest.mark.parametrize(
