@@ -85,19 +85,6 @@ def test_lengths_of_query_and_key():
         call(target("Configured"), key_len=7)
 
 
-def test_layouts():
-    assert shapes_of(call(target("Configured"), batch=1, unbatched=True))["x"] == (5, 14)
-    assert shapes_of(call(target("Configured"), given={"batch_first": False}))["x"] == (5, 3, 14)
-
-
-def test_one_tensor_where_nothing_tells_them_apart():
-    made = call(target("Tutorial"))
-    assert made.kwargs["query"] is made.kwargs["keys"] is made.kwargs["values"]
-    crossed = call(target("Tutorial"), key_len=5)
-    assert crossed.kwargs["query"] is not crossed.kwargs["keys"]
-    assert crossed.kwargs["values"] is crossed.kwargs["keys"]
-
-
 def test_numbers_come_from_the_seed_and_ids_from_the_vocabulary():
     first, again = (call(target("GPT"), batch=11, seq_len=13).kwargs["idx"] for _ in range(2))
     assert torch.equal(first, again)
@@ -125,11 +112,6 @@ def test_an_argument_that_is_needed_is_named_with_its_flag():
     given = call(target("Needy"), ("freqs_cis=5x8",))
     assert shapes_of(given) == {"x": (3, 5, 8), "freqs_cis": (5, 8)}
     assert (given.drawn, given.guessed) == (("x", "freqs_cis"), {"x": "3x5x8:float32"})
-
-
-def test_what_a_forward_does_without_is_none():
-    made = target("Lazy", {"num_hiddens": "14", "num_heads": "2"})
-    assert shapes_of(call(made))["valid_lens"] is None
 
 
 def test_shapes_that_were_said():
@@ -195,17 +177,6 @@ def test_tensors_from_a_file(tmp_path):
         call(target("Tutorial"), input=file)
 
 
-def test_masks_of_torchs_own_modules_mean_what_torch_says():
-    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
-    made = call(layer, causal=True, padding=(2,))
-    mask, padding = made.kwargs["attn_mask"], made.kwargs["key_padding_mask"]
-    assert torch.equal(mask, torch.ones(5, 5).triu(1).bool())
-    assert padding.tolist() == [[False] * 3 + [True] * 2] * 3
-    _, weights = layer.module(*made.args, **made.kwargs)
-    assert float(weights.detach()[:, mask].abs().max()) == 0.0
-    assert float(weights.detach()[..., 3:].abs().max()) == 0.0
-
-
 def test_a_mask_file_is_given_as_it_is(tmp_path):
     file = tmp_path / "mask.pt"
     torch.save(torch.ones(5, 5).tril(), file)
@@ -233,22 +204,6 @@ def test_a_forward_of_nothing_but_stars():
 
     made = call(Target(Stars(), "stars", {}))
     assert tuple(made.args[0].shape) == (3, 5, 7)
-
-
-@pytest.mark.parametrize(
-    ("held", "asked", "said"),
-    [
-        ({"query": torch.zeros(3, 5, 12)}, "input", r"embed_dim 14.*Try --embed-dim 12"),
-        (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\]"),
-    ],
-)
-def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, asked, said, tmp_path):
-    file = tmp_path / "held.pt"
-    torch.save(held, file)
-    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
-    lengths = {} if asked == "input" else {"key_len": 7}
-    with pytest.raises(InputError, match=said):
-        call(layer, **{asked: file}, **lengths)
 
 
 def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):

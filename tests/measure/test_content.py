@@ -42,12 +42,6 @@ def test_one_element_and_none() -> None:
     assert empty.nan == 2
 
 
-def test_meta_has_no_content() -> None:
-    tensor = torch.empty(3, device="meta")
-    assert stats_of(tensor) is None
-    assert values_of(tensor, Show()) is None
-
-
 def test_values_are_what_torch_prints() -> None:
     tensor = torch.randn(40, 40, requires_grad=True)
     values = values_of(tensor, Show())

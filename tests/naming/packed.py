@@ -75,12 +75,6 @@ def head_by_head(y: Tensor) -> Heads:
     return q, k, v
 
 
-def one_key(y: Tensor) -> Heads:
-    """Falcon: all query heads, then one key and one value."""
-    y = y.unflatten(-1, (-1, 4))
-    return y[..., :-2, :].transpose(1, 2), y[..., [-2], :].transpose(1, 2), y[..., [-1], :].transpose(1, 2)
-
-
 def groups(y: Tensor) -> Heads:
     """Group by group: three query heads, a key and a value."""
     y = y.view(*y.shape[:2], 2, 5, 4)
@@ -89,25 +83,9 @@ def groups(y: Tensor) -> Heads:
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def heads_before_batch(y: Tensor) -> Heads:
-    q, k, v = rearrange(y, "b n (three h d) -> three (h b) n d", h=H, three=3)
-    return tuple(rearrange(t, "(h b) n d -> b h n d", h=H) for t in (q, k, v))  # type: ignore[return-value]
-
-
-def last_of_three(y: Tensor) -> Heads:
-    q, k, v = (t.transpose(1, 2) for t in y.view(*y.shape[:2], H, D, 3).unbind(-1))
-    return q, k, v
-
-
 def wide_values(y: Tensor) -> Heads:
     """LeViT: values are wider."""
     q, k, v = (t.transpose(1, 2) for t in y.unflatten(-1, (3, -1)).split([4, 4, 8], 3))
-    return q, k, v
-
-
-def across_heads(y: Tensor) -> Heads:
-    """Features that a view across heads mixes: each head has features of several blocks."""
-    q, k, v = (split(t.unflatten(-1, (3, 8)).mT.flatten(2)) for t in y.chunk(3, -1))
     return q, k, v
 
 
@@ -130,10 +108,6 @@ GROUPS = in_order(2, 5, 4)
 OF_GROUPS = GROUPS[:, :3].flatten(0, 1), GROUPS[:, 3], GROUPS[:, 4]
 LAST = in_order(H, D, 3).unbind(-1)
 LEVIT = in_order(3, 16).split([4, 4, 8], 1)
-
-
-def one_key_of(heads: int) -> tuple[Tensor, ...]:
-    return in_order(heads + 2, 4).split([heads, 1, 1])
 
 
 class Columns(Packed):
@@ -266,15 +240,11 @@ class Apart(Packed):
 ORDERS: dict[str, Callable[[], Packed]] = {
     "thirds": lambda: One(thirds, THIRDS),
     "head by head": lambda: One(head_by_head, BY_HEAD),
-    "one key": lambda: One(one_key, one_key_of(7)),
     "groups": lambda: One(groups, OF_GROUPS),
-    "heads before the batch": lambda: One(heads_before_batch, THIRDS),
-    "last of three": lambda: One(last_of_three, LAST),
     "wide values": lambda: One(wide_values, LEVIT),
     "heads in another order": lambda: One(
         each(lambda t: split(t)[:, ORDER].transpose(1, 2).flatten(2)), THIRDS[:, ORDER]
     ),
-    "across heads": lambda: One(across_heads, in_order(3, 3, 8).mT.reshape(3, H, D)),
     "columns": Columns,
     "beside the feed-forward": Beside,
     "low rank, padded": LowRankPadded,

@@ -137,32 +137,3 @@ def test_a_mask_that_was_written_after_the_block_tells_nothing():
         layer(x, x, x, attn_mask=mask)
     mask.copy_(torch.ones(5, 5).triu(1))
     assert [attention.kind for attention in seen.trace.attentions] == [("self",)]
-
-
-class Windows(nn.Module):
-    """Local attention: queries of a window see keys of windows before and after it, none of them later."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.sides = before, after
-        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
-
-    def around(self, x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-        """Return `batch heads windows key feature` with the keys of the windows around each."""
-        padded = nn.functional.pad(x, (0, 0, 0, 0, *self.sides), value=value)
-        return torch.cat([padded[:, :, i : i + x.shape[2]] for i in range(sum(self.sides) + 1)], 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            t.unflatten(1, (-1, 4)).unflatten(-1, (3, 4)).permute(0, 3, 1, 2, 4) for t in self.qkv(x).chunk(3, -1)
-        )
-        places = torch.arange(x.shape[1]).view(1, 1, -1, 4, 1).float()
-        others = self.around(places, -1.0).mT
-        scores = (q @ self.around(k).mT / 2).masked_fill((others > places) | (others < 0), -torch.inf)
-        return self.out((scores.softmax(-1) @ self.around(v)).permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("sides", [(0, 0), (2, 1)])
-def test_windows_with_keys_of_their_neighbours_are_causal(sides: tuple[int, int]) -> None:
-    (attention,) = mha_inspect.trace(Windows(*sides), torch.randn(2, 20, 12)).attentions
-    assert attention.kind == ("self", "causal")

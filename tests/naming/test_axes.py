@@ -110,22 +110,3 @@ class ChannelsFirst(nn.Module):
 def test_features_that_move_away_from_the_end_take_their_name_along(back: bool, axes: str) -> None:
     _, stages, returned = named(ChannelsFirst(back).eval(), torch.randn(3, 5, 22))
     assert (stages["output"], returned) == ("batch query embed", [axes])
-
-
-def test_what_a_head_has_beside_its_query_in_one_matrix_is_packed() -> None:
-    """A gate of another width than the queries: the matrix has more for a head than what meets the keys."""
-
-    class GatedHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(E, 3 * width) for width in (8 + 5, 8, 5))
-            self.o = nn.Linear(3 * 5, E)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, gate = self.q(x).unflatten(-1, (3, 13)).transpose(1, 2).split([8, 5], -1)
-            k, v = (p(x).unflatten(-1, (3, -1)).transpose(1, 2) for p in (self.k, self.v))
-            return self.o((F.scaled_dot_product_attention(q, k, v) * gate.sigmoid()).transpose(1, 2).flatten(2))
-
-    _, stages, _ = named(GatedHeads(), torch.randn(B, N, E))
-    assert stages["q_proj"] == "batch query (heads packed)"
-    assert stages["k_proj"] == "batch key (heads head_dim)"

@@ -63,17 +63,6 @@ class LearnedTokens(Projections):
         return self.attend_with(x, *self.sides(self.learned.expand(len(x), -1, -1))[1:])
 
 
-class ConstantTokens(Projections):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attend_with(x, *self.sides(self.constant)[1:])
-
-
-class CrossStreams(Projections):
-    def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = self.attend_with(x, *self.sides(more)[1:]), self.attend_with(more, *self.sides(x)[1:])
-        return first, second
-
-
 class Blocks(Projections):
     """Pegasus-X: the tokens of a block see one another, and global tokens."""
 
@@ -117,8 +106,8 @@ class GivenByTheCaller(nn.Module):
         return self.layer(x, (split(self.layer.k(more)), split(self.layer.v(more))))
 
 
-TOKENS = [FirstTokens, LearnedTokens, ConstantTokens]
-WITH_OTHERS = [GlobalTokens, CrossStreams, Blocks, WrittenIntoABuffer, GivenByTheCaller]
+TOKENS = [FirstTokens, LearnedTokens]
+WITH_OTHERS = [GlobalTokens, Blocks, WrittenIntoABuffer, GivenByTheCaller]
 
 
 @pytest.mark.parametrize("kind", [*TOKENS, *WITH_OTHERS])
@@ -189,29 +178,17 @@ class BesideGlobalTokens(Projections):
 class PastAndGlobal(Projections):
     """The past, two global tokens that are projected in each call, and the new tokens, in one concatenation."""
 
-    def further(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.sides(self.constant[:, :2].expand(len(x), -1, -1))[1:]
-
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
-        q, *own = self.sides(x)
-        sides = zip(past, self.further(x), own, strict=True)
+        q, *new = self.sides(x)
+        _, *further = self.sides(self.constant[:, :2].expand(len(x), -1, -1))
+        sides = zip(past, further, new, strict=True)
         return self.attend(q, *(torch.cat(side, dim=2) for side in sides))
 
 
-class PastAndLearned(PastAndGlobal):
-    def __init__(self) -> None:
-        super().__init__()
-        self.learned = nn.Parameter(torch.randn(2, 1, H, 2, D))
-
-    def further(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(side.expand(len(x), -1, -1, -1) for side in self.learned)
-
-
 @pytest.mark.parametrize("new", [1, N])
-@pytest.mark.parametrize("kind", [PastAndGlobal, PastAndLearned])
-def test_a_cache_is_found_beside_further_keys_of_the_call(kind: Any, new: int) -> None:
+def test_a_cache_is_found_beside_further_keys_of_the_call(new: int) -> None:
     torch.manual_seed(0)
-    (attention,) = mha_inspect.trace(kind().eval(), torch.randn(B, new, E), given_past()).attentions
+    (attention,) = mha_inspect.trace(PastAndGlobal().eval(), torch.randn(B, new, E), given_past()).attentions
     assert attention.cache == Cache(PAST, new + 2, 0, "concatenated")
     formulas = {stage.name: stage.formula for stage in attention.stages}
     assert formulas["k_heads"] == f"cache ({PAST}) + (k_proj in heads, plus 2 further keys) ({new + 2})"
@@ -249,35 +226,14 @@ class Returning(Projections):
         return self.attend(q, k, v), (k, v)
 
 
-class Generates(nn.Module):
-    """The loop over calls is a forward itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Returning()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, past = self.layer(x)
-        for _ in range(2):
-            y, past = self.layer(y[:, -1:], past)
-        return y
-
-
-@pytest.mark.parametrize("way", ["one forward", "functions"])
-def test_keys_of_an_earlier_call_are_a_cache(way: str) -> None:
+def test_keys_of_an_earlier_call_are_a_cache() -> None:
     torch.manual_seed(0)
-    model, x = Generates().eval(), torch.randn(B, N, E)
-    steps = (x, x[:, :1] * 2, x[:, :1] * 3)
-    if way == "one forward":
-        attentions = mha_inspect.trace(model, x).attentions
-    else:
-        layer, past = model.layer, None
-        with torch.no_grad(), mha_inspect.recording() as recording:
-            for step in steps:
-                _, past = Returning.forward.__get__(layer)(step, past)
-        attentions = recording.trace.attentions
+    layer, x, past = Returning().eval(), torch.randn(B, N, E), None
+    with torch.no_grad(), mha_inspect.recording() as recording:
+        for step in (x, x[:, :1] * 2, x[:, :1] * 3):
+            _, past = layer(step, past)
     expected = [None, Cache(N, 1, 0, "concatenated"), Cache(N + 1, 1, 0, "concatenated")]
-    assert [attention.cache for attention in attentions] == expected
+    assert [attention.cache for attention in recording.trace.attentions] == expected
 
 
 def test_a_script_without_modules_has_a_cache_from_the_attention_before_and_no_other() -> None:

@@ -20,12 +20,6 @@ def by_side(made: Tensor) -> list[Tensor]:
     return [side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in made.chunk(3, -1)]
 
 
-def interleaved(x: Tensor, w: list[Tensor]) -> list[Tensor]:
-    weight = torch.stack([side.view(HEADS, HEAD_DIM, EMBED) for side in w], 1).reshape(3 * EMBED, EMBED)
-    made = F.linear(x, weight).view(BATCH, LENGTH, HEADS, 3, HEAD_DIM)
-    return [*made.permute(3, 0, 2, 1, 4)]
-
-
 def by_einsum(x: Tensor, w: list[Tensor]) -> list[Tensor]:
     made = torch.einsum("bne,cde->cbnd", x, torch.stack(w))
     return [side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in made]
@@ -34,7 +28,6 @@ def by_einsum(x: Tensor, w: list[Tensor]) -> list[Tensor]:
 JOINED: dict[str, Callable[[Tensor, list[Tensor]], list[Tensor]]] = {
     "cat": lambda x, w: by_side(F.linear(x, torch.cat(w))),
     "stack in an einsum": by_einsum,
-    "head by head": interleaved,
 }
 
 

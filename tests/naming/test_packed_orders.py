@@ -63,7 +63,7 @@ def test_zeros_in_the_rows_of_a_head_change_its_contexts_alone(name: str) -> Non
 
 
 def test_columns_of_the_output_are_those_of_the_contexts() -> None:
-    for name in ("thirds", "heads before the batch", "wide values", "convolution"):
+    for name in ("thirds", "wide values", "convolution"):
         module, _, parts, _ = read(name)
         (part,) = (part for part in parts if part.name == "W_o")
         heads = len(part.heads)

@@ -68,20 +68,3 @@ def test_projections_of_several_heads_each() -> None:
     assert roles["k.0.weight"] == "W_k of heads 0–1: rows are the heads stacked, 8 each"
     assert roles["k.1.weight"] == "W_k of head 2"
     assert stages_of(module)["k_proj"].axes == "batch key (heads head_dim)"
-
-
-def test_an_adapter_of_a_head_is_not_its_matrix() -> None:
-    class Adapted(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(EMBED, HEAD_DIM)
-            self.down, self.up = nn.Linear(EMBED, 2, bias=False), nn.Linear(2, HEAD_DIM, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.up(self.down(x))
-
-    torch.manual_seed(0)
-    module = Joined("stack of heads")
-    module.q[1] = Adapted()
-    roles = roles_of(module)
-    assert roles["q.1.up.weight"] == "another projection used for the queries"
-    assert [roles[f"q.{head}.weight"] for head in range(HEADS)] == [f"W_q of head {head}" for head in range(HEADS)]

@@ -31,7 +31,6 @@ class Scored(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
-    "a number": (lambda q, k: q @ k.mT * 0.3, 0.3, "q_heads · k_headsᵀ · 0.3", ""),
     "in the product": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, alpha=0.25),
         0.25,
@@ -57,7 +56,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ / √4",
         "1.5 · tanh(scores / 1.5) + bias",
     ),
-    "scaled at last": (lambda q, k: (q @ k.mT + BIAS) / 4, 0.25, "q_heads · k_headsᵀ", "(scores + bias) / √16"),
     "scaled twice": (
         lambda q, k: (q @ k.mT / 2 + BIAS) / 2,
         0.25,

@@ -14,9 +14,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ExportError, InputError, SpecError
-from mha_inspect.pictures.grid import RAMP
 
-from .read_back import MASKED, inkless
 from .test_viewer import numbers
 
 
@@ -28,20 +26,6 @@ def seen():
     return mha_inspect.trace(
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 12), mask=mask, keep=True
     )
-
-
-def test_a_picture_of_one_head(seen):
-    weights = seen.attentions[1].weights
-    text = weights.picture(head=2, batch_row=1, width=80, color=False)
-    (read,) = inkless(text, 7, 7, 2)
-    low, high = map(float, re.search(r"self_attn  (\S+) \S+ ([\d.]+)", text).groups())
-    for row, column in np.ndindex(7, 7):
-        number = weights.tensor.unflatten(0, (2, -1))[1, 2, row, column] if weights.tensor.dim() == 3 else None
-        number = weights.tensor[1, 2, row, column] if number is None else number
-        if column > row:
-            assert (read[row][column], number) == (MASKED, 0)
-        else:
-            assert abs(low + (read[row][column] + 0.5) * (high - low) / len(RAMP) - number) <= (high - low) / len(RAMP)
 
 
 class Loop(nn.Module):

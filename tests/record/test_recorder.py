@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,35 +126,6 @@ def settings() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView),
     )
-
-
-@pytest.mark.parametrize("fast_path", [True, False])
-@pytest.mark.parametrize("raises", [True, False])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callable[[], Any]) -> None:
-    class Layer(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output = super().forward(x)
-            return output.view(-1, 1_000_003) if raises else output
-
-    layer, hooked = Layer().train(), []
-    layer.packed.register_forward_hook(lambda *_: hooked.append(1))
-    hooks, buffers = len(layer.packed._forward_hooks), dict(layer.named_buffers())
-    torch.backends.mha.set_fastpath_enabled(fast_path)
-    outside = settings()
-    try:
-        with mode():
-            before = settings()
-            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext():
-                record_opened(layer, drawn(BATCH, QUERY, EMBED))
-            assert settings() == before
-        assert settings() == outside
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    assert hooked == [1]
-    assert len(layer.packed._forward_hooks) == hooks
-    assert dict(layer.named_buffers()) == buffers
-    assert layer.training
 
 
 def test_an_error_inside_of_a_composite_operation_leaves_the_modes_as_they_were() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -96,20 +95,6 @@ def test_blocks_that_are_left_in_the_order_in_which_they_were_entered(second: Ca
     x.sin()
     assert names(first) == ["ones"]
     assert (other.seen if isinstance(other, Other) else names(other)) == ["ones", "exp"]
-
-
-def test_a_block_in_somebodys_context_manager_inside_of_another_block_is_recorded_in_both() -> None:
-    @contextmanager
-    def mine() -> Iterator[Recorder]:
-        with Recorder() as recorder:
-            yield recorder
-
-    with Recorder() as outer:
-        with mine() as inner:
-            torch.ones(3).exp()
-        torch.ones(3).sin()
-    assert names(inner) == ["ones", "exp"]
-    assert names(outer) == ["ones", "exp", "ones", "sin"]
 
 
 def in_a_thread(function: Callable[[], Any]) -> BaseException | None:

@@ -10,7 +10,6 @@ from torch import nn
 
 import mha_inspect
 
-from ..built import trace_module
 from ..recorded import record
 
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -56,29 +55,6 @@ def test_code_that_is_no_longer_python_runs_as_it_does_alone(how):
         compiled = [note for note in shown.notes if "compiled (torch.compile)" in note]
         assert len(compiled) == how.startswith("compiled")
         assert all(note.startswith("Module 1 is") for note in compiled)
-
-
-def test_flex_attention_is_opened_where_it_runs():
-    class Flex(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            from torch.nn.attention.flex_attention import flex_attention
-
-            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
-            return flex_attention(heads, heads, heads)
-
-    x = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        expected = Flex()(x)
-        recording, returned = record(Flex(), x)
-        trace = trace_module(Flex(), x)
-    assert torch.equal(returned, expected)
-    assert [op.base_name for op in recording.ops].count("flex_attention") == 1
-    assert "flex attention: one kernel" in trace.path.plain
-    (attention,) = trace.attentions
-    weights = next(stage for stage in attention.stages if stage.name == "weights")
-    assert weights.opened
-    assert weights.shape == (2, 2, 128, 128)
 
 
 def test_a_module_that_is_lazy_is_built_while_it_is_recorded():

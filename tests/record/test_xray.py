@@ -393,11 +393,6 @@ READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
         lambda q, k, v: (q, k, v, None, False, 0.0, True),
         {"causal": True},
     ),
-    "overrideable": (
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-        lambda q, k, v: (q, k, v, torch.zeros(7, 7)),
-        {},
-    ),
     "mps": (
         torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
         lambda q, k, v: (q, k, v, None, 0.0, True),
