@@ -27,15 +27,15 @@ def target(name: str, settings: dict[str, str] | None = None, **typed: Any) -> T
     return load_target(text, settings or {}, TargetSpec(flags=flags))
 
 
-def call(made: Target, shapes: tuple[str, ...] = (), given: dict[str, Any] | None = None, **inputs: Any) -> Call:
+def call(loaded: Target, shapes: tuple[str, ...] = (), given: dict[str, Any] | None = None, **inputs: Any) -> Call:
     typed = {**(given or {}), **{name: inputs[name] for name in ("key_len", "causal") if name in inputs}}
     flags = Flags({**SIZES, **typed}, frozenset(typed), frozenset(typed))
     spec = InputSpec(**{"batch": 3, "seq_len": 5, **inputs})
-    return make_call(made, Asked(spec, flags, parse_shapes(shapes), seed=0))
+    return make_call(loaded, Asked(spec, flags, parse_shapes(shapes), seed=0))
 
 
-def shapes_of(made: Call) -> dict[str, Any]:
-    return {name: tuple(v.shape) if isinstance(v, torch.Tensor) else v for name, v in made.kwargs.items()}
+def shapes_of(loaded: Call) -> dict[str, Any]:
+    return {name: tuple(v.shape) if isinstance(v, torch.Tensor) else v for name, v in loaded.kwargs.items()}
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def shapes_of(made: Call) -> dict[str, Any]:
     ],
 )
 def test_inputs_follow_the_forward(name, settings, expected):
-    made = target(name, settings)
-    arguments = call(made)
+    loaded = target(name, settings)
+    arguments = call(loaded)
     assert shapes_of(arguments) == expected
-    made.module(*arguments.args, **arguments.kwargs)
+    loaded.module(*arguments.args, **arguments.kwargs)
 
 
 def test_lengths_of_query_and_key():
@@ -95,12 +95,12 @@ def test_numbers_come_from_the_seed_and_ids_from_the_vocabulary():
 
 
 def test_probing_leaves_the_module_and_the_generators_as_they_were():
-    made = target("torch.nn:BatchNorm1d", {"num_features": "5"})
-    made.module.train()
-    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    loaded = target("torch.nn:BatchNorm1d", {"num_features": "5"})
+    loaded.module.train()
+    before = {name: tensor.clone() for name, tensor in loaded.module.state_dict().items()}
     state = torch.get_rng_state()
-    call(made)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
+    call(loaded)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -115,8 +115,8 @@ def test_an_argument_that_is_needed_is_named_with_its_flag():
 
 
 def test_shapes_that_were_said():
-    made = call(target("Configured"), ("x=2x3x14:float64",))
-    assert (shapes_of(made)["x"], made.kwargs["x"].dtype) == ((2, 3, 14), torch.float64)
+    loaded = call(target("Configured"), ("x=2x3x14:float64",))
+    assert (shapes_of(loaded)["x"], loaded.kwargs["x"].dtype) == ((2, 3, 14), torch.float64)
     assert shapes_of(call(target("Configured"), ("2x3x14",)))["x"] == (2, 3, 14)
     ids = call(target("GPT"), ("idx=7x2",)).kwargs["idx"]
     assert (ids.dtype, tuple(ids.shape), int(ids.max()) < 29) == (torch.int64, (7, 2), True)
@@ -166,10 +166,10 @@ def test_tensors_from_a_file(tmp_path):
     file = tmp_path / "inputs.pt"
     query, keys = torch.randn(2, 7, 14), torch.randn(2, 3, 14)
     torch.save({"query": query, "keys": keys}, file)
-    made = call(target("Tutorial"), input=file)
-    assert torch.equal(made.kwargs["query"], query)
-    assert torch.equal(made.kwargs["keys"], keys)
-    assert made.kwargs["values"] is made.kwargs["keys"]
+    loaded = call(target("Tutorial"), input=file)
+    assert torch.equal(loaded.kwargs["query"], query)
+    assert torch.equal(loaded.kwargs["keys"], keys)
+    assert loaded.kwargs["values"] is loaded.kwargs["keys"]
     torch.save(query.double(), file)
     assert torch.equal(call(target("Configured"), input=file).kwargs["x"], query)
     torch.save({"query": query, "kees": keys}, file)
@@ -187,8 +187,8 @@ def test_a_mask_file_is_given_as_it_is(tmp_path):
 
 def test_switches_of_torchs_layer_reach_no_other():
     layer = target("torch.nn:MultiheadAttention")
-    made = call(layer, given={"need_weights": False, "average_weights": False})
-    assert made.kwargs["need_weights"] is made.kwargs["average_attn_weights"] is False
+    loaded = call(layer, given={"need_weights": False, "average_weights": False})
+    assert loaded.kwargs["need_weights"] is loaded.kwargs["average_attn_weights"] is False
     with pytest.raises(SpecError, match="--need-weights does not apply"):
         call(target("Configured"), given={"need_weights": False})
 
@@ -202,12 +202,12 @@ def test_a_forward_of_nothing_but_stars():
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.linear(*args)
 
-    made = call(Target(Stars(), "stars", {}))
-    assert tuple(made.args[0].shape) == (3, 5, 7)
+    loaded = call(Target(Stars(), "stars", {}))
+    assert tuple(loaded.args[0].shape) == (3, 5, 7)
 
 
 def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
     file = tmp_path / "query.pt"
     torch.save(torch.randn(2, 9, 14), file)
-    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
-    assert made.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2
+    loaded = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
+    assert loaded.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2

@@ -86,9 +86,9 @@ def test_an_attention_is_found_beside_what_is_none() -> None:
         return classifier(w, x)
 
     module = Written(both, q=(E, E), k=(E, E), v=(E, E), o=(E, E), gate=(E, 3))
-    (found,) = attentions_of(Graph(recorded(module, torch.randn(B, N, E))))
-    assert math.isclose(found.scale or 0, E**-0.5, rel_tol=1e-6)
-    assert {name: op.output.numel for name, op in found.projections.items()} == dict.fromkeys(
+    (attention,) = attentions_of(Graph(recorded(module, torch.randn(B, N, E))))
+    assert math.isclose(attention.scale or 0, E**-0.5, rel_tol=1e-6)
+    assert {name: op.output.numel for name, op in attention.projections.items()} == dict.fromkeys(
         ("query", "key", "value", "output"), B * N * E
     )
 
@@ -98,25 +98,27 @@ def test_a_function_without_any_projection(rank: int) -> None:
     shape = {2: (N, 5), 3: (B, N, 5), 4: (B, 3, N, 5)}[rank]
     q, k, v = (torch.randn(shape) for _ in range(3))
     recording = recorded(F.scaled_dot_product_attention, q, k, v)
-    (found,) = attentions_of(Graph(recording))
-    names = AxisNames(found, Graph(recording).dimensions)
+    (attention,) = attentions_of(Graph(recording))
+    names = AxisNames(attention, Graph(recording).dimensions)
     stages = ["q_heads", "k_heads", "v_heads", "scores", "weights", "context"]
-    if len(found.stages["scores"].shape) > rank:  # torch 2.15 gives its fused kernel a batch of one, and takes it away
+    if (
+        len(attention.stages["scores"].shape) > rank
+    ):  # torch 2.15 gives its fused kernel a batch of one, and takes it away
         rank, stages = 4, [*stages, "concat"]
-    assert list(found.stages) == stages
+    assert list(attention.stages) == stages
     pattern = {2: "query head_dim", 3: "batch query head_dim", 4: "batch heads query head_dim"}[rank]
     assert names.of_stage("q_heads") == names.of_stage("context") == pattern
     assert names.of_stage("scores") == pattern.replace("head_dim", "key")
     assert (names.num_heads, names.head_dim) == (q.shape[-3] if rank == 4 else 1, 5)
-    assert math.isclose(found.scale or 0, 5**-0.5, rel_tol=1e-6)
+    assert math.isclose(attention.scale or 0, 5**-0.5, rel_tol=1e-6)
 
 
 def test_two_attentions_in_one_forward_keep_their_own_stages() -> None:
     module = nn.TransformerDecoderLayer(E, 2, 31, batch_first=True).eval()
     recording = recorded(module, torch.randn(B, N, E), torch.randn(B, 13, E))
-    own, cross = attentions_of(Graph(recording))
-    assert (own.module, cross.module) == ("self_attn", "multihead_attn")
-    assert own.stages["scores"].shape[-1] == N
+    self_attention, cross = attentions_of(Graph(recording))
+    assert (self_attention.module, cross.module) == ("self_attn", "multihead_attn")
+    assert self_attention.stages["scores"].shape[-1] == N
     assert cross.stages["scores"].shape[-1] == 13
     assert cross.stages["key"].id == cross.stages["value"].id != cross.stages["query"].id
 
@@ -136,11 +138,11 @@ def test_a_bias_between_products_belongs_to_the_projection() -> None:
     module, x = Spelled(), torch.randn(B, N, E)
     with torch.no_grad():
         recording, _ = record(module, x, keep=True)
-    (found,) = attentions_of(Graph(recording))
+    (attention,) = attentions_of(Graph(recording))
     with torch.no_grad():
-        torch.testing.assert_close(recording.values[found.stages["q_proj"].id], x @ weights[0] + weights[3])
-    assert found.scale == 1
-    assert "output" not in found.stages
+        torch.testing.assert_close(recording.values[attention.stages["q_proj"].id], x @ weights[0] + weights[3])
+    assert attention.scale == 1
+    assert "output" not in attention.stages
 
 
 def calls(function: Callable[[], Any]) -> int:
@@ -186,8 +188,8 @@ def test_a_hundred_layers_take_a_hundred_times_one() -> None:
 
     def find(recording: Recording) -> None:
         dimensions = Graph(recording).dimensions
-        for found in attentions_of(Graph(recording)):
-            AxisNames(found, dimensions)
+        for attention in attentions_of(Graph(recording)):
+            AxisNames(attention, dimensions)
 
     assert len(many.ops) <= 10 * len(few.ops)
     steps = calls(lambda: find(few)), calls(lambda: find(many))

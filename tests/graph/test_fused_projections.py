@@ -21,13 +21,17 @@ def at(sizes: Sequence[int]) -> list[int]:
 
 
 CUTS: dict[str, Cut] = {
-    "split": lambda made, sizes: made.split(list(sizes), dim=-1),
-    "narrow": lambda made, sizes: [made.narrow(-1, start, size) for start, size in zip(at(sizes), sizes, strict=True)],
-    "indexing": lambda made, sizes: [
-        made[..., start : start + size] for start, size in zip(at(sizes), sizes, strict=True)
+    "split": lambda projected, sizes: projected.split(list(sizes), dim=-1),
+    "narrow": lambda projected, sizes: [
+        projected.narrow(-1, start, size) for start, size in zip(at(sizes), sizes, strict=True)
     ],
-    "unbind": lambda made, sizes: made.unflatten(-1, (len(sizes), -1)).unbind(-2),
-    "select": lambda made, sizes: [made.unflatten(-1, (len(sizes), -1))[:, :, piece] for piece in range(len(sizes))],
+    "indexing": lambda projected, sizes: [
+        projected[..., start : start + size] for start, size in zip(at(sizes), sizes, strict=True)
+    ],
+    "unbind": lambda projected, sizes: projected.unflatten(-1, (len(sizes), -1)).unbind(-2),
+    "select": lambda projected, sizes: [
+        projected.unflatten(-1, (len(sizes), -1))[:, :, piece] for piece in range(len(sizes))
+    ],
 }
 
 

@@ -70,9 +70,9 @@ def test_lazy_linears_are_written_and_none_is_left(bench):
 @pytest.mark.parametrize("name", OURS)
 def test_a_seed_gives_the_same_layer_and_leaves_the_generator_alone(bench, name):
     state = torch.get_rng_state()
-    first, second, other = bench.build(name, seed=3), bench.build(name, seed=3), bench.build(name, seed=4)
+    first, second, reseeded = bench.build(name, seed=3), bench.build(name, seed=3), bench.build(name, seed=4)
     assert torch.equal(torch.get_rng_state(), state)
-    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
+    pairs = list(zip(first.parameters(), second.parameters(), reseeded.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not any(torch.equal(a, c) for a, _, c in pairs)
 
@@ -80,8 +80,8 @@ def test_a_seed_gives_the_same_layer_and_leaves_the_generator_alone(bench, name)
 @pytest.mark.parametrize("name", LAYERS)
 def test_on_meta_it_runs_with_every_mask(bench, name):
     inputs = InputSpec(batch=2, seq_len=7, key_len=5, causal=True, padding=(1,))
-    own = load_layer(bench.spec(name), inputs, RunSpec(device="meta"), name)
-    assert own.plain()[0].shape == (2, 7, 33)
+    subject = load_layer(bench.spec(name), inputs, RunSpec(device="meta"), name)
+    assert subject.plain()[0].shape == (2, 7, 33)
 
 
 ASKED = {
@@ -108,7 +108,7 @@ def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
     if setting in kind.takes or (name == "wide" and setting == "head_dim"):
         kind.check(spec, inputs, run)
         return
-    takers = [other.name for other in LAYERS.values() if setting in other.takes]
+    takers = [layer.name for layer in LAYERS.values() if setting in layer.takes]
     assert takers
     with pytest.raises(SpecError, match=f"layer {name} does not take {setting} .*Layers that do: {', '.join(takers)}"):
         kind.check(spec, inputs, run)
@@ -125,8 +125,8 @@ def test_what_is_taken_is_heard(bench, name, setting):
         spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
         inputs = InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched")
         need_weights = not (asked and setting == "need_weights")
-        own = layer_called(kind.build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
-        output, weights = own.plain()
+        subject = layer_called(kind.build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
+        output, weights = subject.plain()
         return [output] if weights is None else [output, weights]
 
     heard, plain = run(True), run(False)

@@ -63,10 +63,10 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
         torch.save(torch.zeros(5, 5).masked_fill(causal, float("-inf")), tmp_path / "mask.pt")
         inputs = replace(inputs, causal=False, attn_mask=tmp_path / "mask.pt")
     layer = TORCH.build(SPEC)
-    own = layer_called(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
-    output, weights = own.plain()
+    subject = layer_called(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
+    output, weights = subject.plain()
     expected, expected_weights = layer(
-        *(own.kwargs[name] for name in ("query", "key", "value")),
+        *(subject.kwargs[name] for name in ("query", "key", "value")),
         attn_mask=both.repeat_interleave(2, 0),
         average_attn_weights=False,
     )

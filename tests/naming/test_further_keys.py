@@ -30,15 +30,15 @@ class Further(nn.Module):
         )
         self.places = places
 
-    def joined(self, own: Tensor, learned: Tensor, more: Tensor) -> Tensor:
-        learned, more = (side.expand(len(own), -1, -1) for side in (learned, more))
+    def joined(self, projected: Tensor, learned: Tensor, more: Tensor) -> Tensor:
+        learned, more = (side.expand(len(projected), -1, -1) for side in (learned, more))
         if self.places == "before":
-            return torch.cat([learned, own], dim=1)
+            return torch.cat([learned, projected], dim=1)
         if self.places == "after":
-            return torch.cat([own, learned], dim=-2)
+            return torch.cat([projected, learned], dim=-2)
         if self.places == "around":
-            return torch.cat([learned, own, more], dim=1)
-        return torch.cat([more, torch.cat([learned, own], dim=1)], dim=1)
+            return torch.cat([learned, projected, more], dim=1)
+        return torch.cat([more, torch.cat([learned, projected], dim=1)], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         k = split(self.joined(self.k(x), self.keys, self.more_keys))

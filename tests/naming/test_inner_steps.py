@@ -15,7 +15,7 @@ from mha_inspect.reports.trace import AttentionReport, Cache
 from ..corpus.inside import KV, Attend, B, D, E, H, Pair, T, X, angles, both, halves, matrices, rotary, with_method
 
 
-def found(module: nn.Module, *args: Tensor) -> AttentionReport:
+def attention_of(module: nn.Module, *args: Tensor) -> AttentionReport:
     with torch.no_grad():
         (attention,) = mha_inspect.trace(module, *(args or (X,))).attentions
     return attention
@@ -27,7 +27,7 @@ def test_rotation_of_one_key_expanded_to_all_heads() -> None:
     def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
         return halves(q, angles()), halves(k[:, :1].expand(-1, KV, -1, -1), angles())
 
-    assert found(with_method(positions=positions)).position == rotary("half")
+    assert attention_of(with_method(positions=positions)).position == rotary("half")
 
 
 def by_another_matrix(x: Tensor, angle: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def half_written(x: Tensor, angle: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("turn", [by_another_matrix, half_written])
 def test_other_matrices_and_writes_are_no_rotation(turn: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert found(with_method(positions=both(turn))).position is None
+    assert attention_of(with_method(positions=both(turn))).position is None
 
 
 def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
@@ -67,7 +67,7 @@ def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
 )
 def test_rotation_of_one_token(table: Any, start: int) -> None:
     single = with_method(positions=lambda self, q, k: tuple(halves(x, table(start)) for x in (q, k)))
-    assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
+    assert attention_of(single, X[:, :1]).position == rotary("half", query=start, key=start)
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_steps_of_a_loop_with_a_cache(kind: type[Cached], alone: bool) -> None:
     module, steps = kind().eval(), (X, X[:, :1] * 2, X[:, :1] * 3)
     with torch.no_grad():
         if alone:
-            attentions = [found(module, step) for step in steps]
+            attentions = [attention_of(module, step) for step in steps]
         else:
             with mha_inspect.recording() as recording:
                 for step in steps:

@@ -48,20 +48,20 @@ def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
             if " -> " not in stage.formula:
                 continue
             source = next(stages[s] for s in SOURCES[stage.name] if s in stages)
-            told = PATTERN.fullmatch(stage.formula)
-            assert told is not None, stage.formula
-            made = run(told["pattern"], source.tensor, sizes)
-            if told["times"]:
-                made = made.repeat_interleave(int(told["times"]), dim=1)
-            if told["part"]:
-                parts = made if told["part"].startswith("one of") else made.split(stage.shape[-1], dim=-1)
+            words = PATTERN.fullmatch(stage.formula)
+            assert words is not None, stage.formula
+            rearranged = run(words["pattern"], source.tensor, sizes)
+            if words["times"]:
+                rearranged = rearranged.repeat_interleave(int(words["times"]), dim=1)
+            if words["part"]:
+                parts = rearranged if words["part"].startswith("one of") else rearranged.split(stage.shape[-1], dim=-1)
                 assert any(torch.equal(part, stage.tensor) for part in parts if part.shape == stage.shape) or (
                     name == "LowRank"  # a part, and behind it what is rotated
                 )
             elif name in WRITTEN_OUT:
-                torch.testing.assert_close(made, stage.tensor, rtol=0, atol=1e-6)
+                torch.testing.assert_close(rearranged, stage.tensor, rtol=0, atol=1e-6)
             else:
-                assert torch.equal(made, stage.tensor), stage.formula
+                assert torch.equal(rearranged, stage.tensor), stage.formula
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ def picture(heads: int, rows: int, columns: int, *, causal: bool = False, signed
     return Picture(settings.pop("title", "weights"), names, numbers, *AXES, signed, **settings)
 
 
-def assert_within_a_step(found, drawn: Picture, count: int, scale: tuple[float, float] | None = None) -> None:
+def assert_within_a_step(read_panels, drawn: Picture, count: int, scale: tuple[float, float] | None = None) -> None:
     """Whoever knows the legend reads the number off, but for a step."""
     low, high = scale or drawn.scale
     step = (high - low) / count  # two steps of viridis look like the one before
-    assert len(found) == len(drawn.values)
-    for head, panel in enumerate(found):
+    assert len(read_panels) == len(drawn.values)
+    for head, panel in enumerate(read_panels):
         assert len(panel) == drawn.values.shape[1]
         for row, line in enumerate(panel):
             for column, read in enumerate(line):
@@ -62,8 +62,13 @@ def test_what_is_no_number_is_told_apart():
     drawn.values[0, 0, 0], drawn.values[0, 3, 1] = 0, np.nan
     drawn.values[1, 20, 20], drawn.values[1, 5] = np.inf, -np.inf
     text = draw(drawn, width=80, depth="true")
-    found = panels(text, codes(False, "true"), 21, 21)
-    assert [found[0][0][0], found[0][3][1], found[1][20][20], *found[1][5]] == [0, NAN, INF, *[MASKED] * 21]
+    read_panels = panels(text, codes(False, "true"), 21, 21)
+    assert [read_panels[0][0][0], read_panels[0][3][1], read_panels[1][20][20], *read_panels[1][5]] == [
+        0,
+        NAN,
+        INF,
+        *[MASKED] * 21,
+    ]
     assert "magenta: NaN, 1 element" in text
     assert "white: inf, 1 element" in text
     plain = draw(drawn, width=80)

@@ -47,10 +47,10 @@ def test_held_tensors_are_copied_by_their_content():
 def test_tied_parameters_stay_tied_and_what_stands_in_is_taken():
     module = Holding()
     module.k.weight = module.q.weight
-    other = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
-    copied = copy_module(module, {id(module.v.weight): other})
+    stand_in = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
+    copied = copy_module(module, {id(module.v.weight): stand_in})
     assert copied.k.weight is copied.q.weight
-    assert copied.v.weight is other
+    assert copied.v.weight is stand_in
 
 
 class Uncopied(Holding):

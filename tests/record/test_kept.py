@@ -75,14 +75,14 @@ def test_writing_between_the_block_and_the_question_does_not_reach_it_either() -
 def test_what_is_kept_for_an_answer_goes_with_it() -> None:
     """Without the collector: tensors in a circle would stay until it runs, which knows nothing of their size."""
     module, x = Caching(), torch.randn(2, 7, 15)
-    made: list[weakref.ref[torch.UntypedStorage]] = []
-    module.out.register_forward_pre_hook(lambda _, args: made.append(weakref.ref(args[0].untyped_storage())))
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    module.out.register_forward_pre_hook(lambda _, args: storages.append(weakref.ref(args[0].untyped_storage())))
     gc.collect()
     gc.disable()
     try:
         mha_inspect.trace(module, x, show=Show(stats=True, values=True))
         module.cache.clear()
-        assert {storage() for storage in made} == {None}
+        assert {storage() for storage in storages} == {None}
     finally:
         gc.enable()
 
@@ -92,8 +92,8 @@ def test_only_what_somebody_else_holds_is_copied() -> None:
     with torch.no_grad(), mha_inspect.recording(keep=True) as seen:
         returned = module(x)
     addresses = {name: tensor.untyped_storage().data_ptr() for name, tensor in contents(seen.trace)}
-    held = {tensor.untyped_storage().data_ptr() for tensor in (*returned, x, *module.cache, *module.parameters())}
-    assert not held & set(addresses.values())
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in (*returned, x, *module.cache, *module.parameters())}
+    assert not theirs & set(addresses.values())
     mine = torch.randn(3, 4)
     (stages,) = unshared(({"scores": torch.randn(2, 2), "weights": mine.detach()},))
     assert torch.equal(stages["weights"], mine)

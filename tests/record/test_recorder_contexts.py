@@ -83,18 +83,18 @@ class Other(TorchDispatchMode):
 
 @pytest.mark.parametrize("second", [Recorder, Other])
 def test_blocks_that_are_left_in_the_order_in_which_they_were_entered(second: Callable[[], Any]) -> None:
-    first, other, before = Recorder(), second(), modes()
+    first, second_block, before = Recorder(), second(), modes()
     first.__enter__()
-    other.__enter__()
+    second_block.__enter__()
     x = torch.ones(3)
     first.__exit__(None, None, None)
     assert torch._C._len_torch_dispatch_stack() == before[0] + 1
     x.exp()
-    other.__exit__(None, None, None)
+    second_block.__exit__(None, None, None)
     assert modes() == before
     x.sin()
     assert names(first) == ["ones"]
-    assert (other.seen if isinstance(other, Other) else names(other)) == ["ones", "exp"]
+    assert (second_block.seen if isinstance(second_block, Other) else names(second_block)) == ["ones", "exp"]
 
 
 def in_a_thread(function: Callable[[], Any]) -> BaseException | None:

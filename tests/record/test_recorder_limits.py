@@ -29,17 +29,17 @@ class Attention(nn.Module):
 
 def made(how: str) -> nn.Module:
     torch.manual_seed(0)
-    own = Attention().eval()
+    attention = Attention().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if how == "compiled":
-            return torch.compile(own, backend="eager")
+            return torch.compile(attention, backend="eager")
         if how == "compiled in place":
-            own.compile(backend="aot_eager")
-            return own
+            attention.compile(backend="aot_eager")
+            return attention
         if how == "scripted":
-            return torch.jit.script(own)
-        return torch.jit.trace(own, X)
+            return torch.jit.script(attention)
+        return torch.jit.trace(attention, X)
 
 
 @pytest.mark.parametrize("how", ["compiled", "compiled in place", "scripted", "traced by torch.jit"])

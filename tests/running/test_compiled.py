@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.qkv, self.proj, self.attend = nn.Linear(8, 24), nn.Linear(8, 8), attend
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (side.unflatten(-1, (2, 4)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
         return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -74,7 +74,7 @@ class Named(Attention):
         super().__init__(None)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (side.unflatten(-1, (2, 4)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
         return self.proj(attend_compiled(q, k, v).transpose(1, 2).flatten(2))
 
 
