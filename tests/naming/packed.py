@@ -167,13 +167,6 @@ class LowRankPadded(One):
         return super().rows() | {("q", "up"): of_two[0], ("v", "up"): of_two[1]}
 
 
-class Turned(One):
-    """The weight is transposed, copied, and transposed again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(join(self.attend(*thirds(F.linear(x, self.qkv.weight.T.contiguous().T, self.qkv.bias)))))
-
-
 class Image(Packed):
     """Convolutions in the place of linear layers."""
 
@@ -216,25 +209,6 @@ class Latent(Packed):
             ("v", "up.weight"): v,
             ("k", "down.weight"): torch.tensor([[7, 8]] * H),
         }
-
-
-class Apart(Packed):
-    """Three matrices, joined when they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(E, H * D) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
-        bias = torch.cat([self.q.bias, torch.zeros(H * D), self.v.bias])
-        return self.o(join(self.attend(*self.to_heads(F.linear(x, weight, bias)))))
-
-    def to_heads(self, y: Tensor) -> Heads:
-        return thirds(y)
-
-    def rows(self) -> Rows:
-        return {(letter, f"{letter}.weight"): in_order(H, D) for letter in "qkv"}
 
 
 ORDERS: dict[str, Callable[[], Packed]] = {

@@ -24,10 +24,7 @@ class Further(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.keys, self.values = nn.Parameter(torch.randn(1, 2, WIDTH)), nn.Parameter(torch.randn(1, 2, WIDTH))
-        self.more_keys, self.more_values = (
-            nn.Parameter(torch.randn(1, 1, WIDTH)),
-            nn.Parameter(torch.randn(1, 1, WIDTH)),
-        )
+        self.more_keys, self.more_values = (nn.Parameter(torch.randn(1, 1, WIDTH)) for _ in range(2))
         self.places = places
 
     def joined(self, projected: Tensor, learned: Tensor, more: Tensor) -> Tensor:
@@ -36,9 +33,7 @@ class Further(nn.Module):
             return torch.cat([learned, projected], dim=1)
         if self.places == "after":
             return torch.cat([projected, learned], dim=-2)
-        if self.places == "around":
-            return torch.cat([learned, projected, more], dim=1)
-        return torch.cat([more, torch.cat([learned, projected], dim=1)], dim=1)
+        return torch.cat([learned, projected, more], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         k = split(self.joined(self.k(x), self.keys, self.more_keys))
@@ -51,7 +46,6 @@ WORDS = {
     "before": ("plus 2 prepended keys", "plus 2 prepended values"),
     "after": ("plus 2 appended keys", "plus 2 appended values"),
     "around": ("plus 3 keys, 2 prepended and 1 appended", "plus 3 values, 2 prepended and 1 appended"),
-    "twice before": ("plus 3 prepended keys", "plus 3 prepended values"),
 }
 
 

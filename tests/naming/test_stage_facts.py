@@ -95,7 +95,7 @@ def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]
     return content
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(settings_of())
 def test_each_formula_gives_the_stage(setting: Setting) -> None:
     case = Case(setting)
@@ -149,7 +149,7 @@ def memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(settings_of())
 def test_memory_is_what_pointers_say(setting: Setting) -> None:
     case = Case(setting)
@@ -189,7 +189,7 @@ def assert_is_moved_as_told(case: Case, stage: str, source: Tensor, memory_said:
         assert not is_moved or content.numel() < 5 or case.sizes["key"] == 1
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(settings_of(layers=("torch", "split-heads", "fold-heads", "bert", "grouped-query", "wide")))
 def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
     case = Case(setting)

@@ -254,23 +254,6 @@ def test_a_training_step_is_the_plain_one_to_the_bit(name: str, keep: bool) -> N
         assert block.trace.proof.agrees
 
 
-def test_the_module_is_run_once_also_one_that_cannot_be_copied_or_cast() -> None:
-    class Stubborn(Fused):
-        def __deepcopy__(self, _: Any) -> Any:
-            raise TypeError("I am one of a kind")
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dtype == torch.float32
-            return super().forward(x)
-
-    module = Stubborn().eval()
-    with torch.no_grad():
-        trace = mha_inspect.trace(module, drawn(BATCH, LENGTH, EMBED))
-    assert module.calls == 1
-    assert trace.path.opened == ("aten._scaled_dot_product_flash_attention_for_cpu",)
-    assert trace.proof.agrees
-
-
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
