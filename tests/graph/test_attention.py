@@ -113,16 +113,6 @@ def test_a_function_without_any_projection(rank: int) -> None:
     assert math.isclose(attention.scale or 0, 5**-0.5, rel_tol=1e-6)
 
 
-def test_two_attentions_in_one_forward_keep_their_own_stages() -> None:
-    module = nn.TransformerDecoderLayer(E, 2, 31, batch_first=True).eval()
-    recording = recorded(module, torch.randn(B, N, E), torch.randn(B, 13, E))
-    self_attention, cross = attentions_of(Graph(recording))
-    assert (self_attention.module, cross.module) == ("self_attn", "multihead_attn")
-    assert self_attention.stages["scores"].shape[-1] == N
-    assert cross.stages["scores"].shape[-1] == 13
-    assert cross.stages["key"].id == cross.stages["value"].id != cross.stages["query"].id
-
-
 def test_a_bias_between_products_belongs_to_the_projection() -> None:
     weights = nn.ParameterList([torch.randn(E, E) for _ in range(3)] + [torch.randn(E) for _ in range(3)])
 

@@ -54,11 +54,11 @@ def softmax_by_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal: each query with the keys so far."""
-    made = []
+    contexts = []
     for token in range(q.shape[2]):
         weights = (q[:, :, token : token + 1] @ k[:, :, : token + 1].mT * 0.3).softmax(-1)
-        made.append(weights @ v[:, :, : token + 1])
-    return torch.cat(made, 2)
+        contexts.append(weights @ v[:, :, : token + 1])
+    return torch.cat(contexts, 2)
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 2), (3, 8)])

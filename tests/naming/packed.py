@@ -92,7 +92,7 @@ def wide_values(y: Tensor) -> Heads:
 ORDER = torch.tensor([2, 0, 3, 1])
 
 
-def each(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Heads]:
+def of_thirds(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Heads]:
     """Return a function that splits what `change` makes of each third into heads."""
 
     def to_heads(y: Tensor) -> Heads:
@@ -217,7 +217,7 @@ ORDERS: dict[str, Callable[[], Packed]] = {
     "groups": lambda: One(groups, OF_GROUPS),
     "wide values": lambda: One(wide_values, LEVIT),
     "heads in another order": lambda: One(
-        each(lambda t: split(t)[:, ORDER].transpose(1, 2).flatten(2)), THIRDS[:, ORDER]
+        of_thirds(lambda t: split(t)[:, ORDER].transpose(1, 2).flatten(2)), THIRDS[:, ORDER]
     ),
     "columns": Columns,
     "beside the feed-forward": Beside,

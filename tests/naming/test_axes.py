@@ -21,9 +21,9 @@ def named(module: nn.Module, *args: Tensor, **kwargs: object) -> tuple[AxisNames
     with torch.no_grad():
         recording, _ = record_opened(module, *args, **kwargs)
     dimensions = Graph(recording).dimensions
-    (found,) = attentions_of(Graph(recording))
-    names = AxisNames(found, dimensions)
-    return names, {s: names.of_stage(s) for s in found.stages}, [names.of(out.tensor) for out in recording.outputs]
+    (attention,) = attentions_of(Graph(recording))
+    names = AxisNames(attention, dimensions)
+    return names, {s: names.of_stage(s) for s in attention.stages}, [names.of(out.tensor) for out in recording.outputs]
 
 
 def test_torchs_layer() -> None:

@@ -41,8 +41,8 @@ class Projections(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def attend_with(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, *own = self.sides(x)
-        return self.attend(q, *(torch.cat(pair, 2) for pair in zip((k, v), own, strict=True)))
+        q, *of_tokens = self.sides(x)
+        return self.attend(q, *(torch.cat(pair, 2) for pair in zip((k, v), of_tokens, strict=True)))
 
 
 # -- no cache ---------------------------------------------------------------------------------------------------------
@@ -83,11 +83,11 @@ class WrittenIntoABuffer(Projections):
         self.register_buffer("room", torch.zeros(2, B, H, M + N, D))
 
     def forward(self, x: Tensor, more: Tensor) -> Tensor:
-        q, *own = self.sides(x)
+        q, *of_tokens = self.sides(x)
         others = split(self.other_k(more)), split(self.other_v(more))
         for side in range(2):
             self.room[side, :, :, :M] = others[side]
-            self.room[side, :, :, M:] = own[side]
+            self.room[side, :, :, M:] = of_tokens[side]
         return self.attend(q, *self.room)
 
 
@@ -155,8 +155,8 @@ class LayersSideBySide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         end = PAST + x.shape[1]
         for place, layer in enumerate(self.layers):
-            q, *own = (side.unflatten(-1, (H, D)) for side in layer(x).chunk(3, -1))
-            for side, mine in enumerate(own):
+            q, *of_tokens = (side.unflatten(-1, (H, D)) for side in layer(x).chunk(3, -1))
+            for side, mine in enumerate(of_tokens):
                 self.kept[:, PAST:end, place, side] = mine
             k, v = self.kept[:, :end, place].unbind(2)
             heads = (side.transpose(1, 2) for side in (q, k, v))

@@ -32,11 +32,11 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split([H * D, G * D, G * D], dim=-1)
-        q, k, v = (one.unflatten(-1, (-1, D)).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (side.unflatten(-1, (-1, D)).transpose(1, 2) for side in (q, k, v))
         if self.interleaved:
-            k, v = (one.repeat(1, H // G, 1, 1) for one in (k, v))
+            k, v = (side.repeat(1, H // G, 1, 1) for side in (k, v))
         else:
-            k, v = (one.repeat_interleave(H // G, dim=1) for one in (k, v))
+            k, v = (side.repeat_interleave(H // G, dim=1) for side in (k, v))
         self.weights = (q @ k.mT / D**0.5).softmax(-1)
         self.contexts = self.weights @ v
         return self.o(self.contexts.transpose(1, 2).flatten(2))
@@ -71,22 +71,13 @@ def test_a_shared_key_head_moves_the_heads_that_it_is_told_to_serve(interleaved:
             assert moved == [user == key_head for user in expected]
 
 
-def test_pieces_of_other_sizes_lie_in_one_matrix_one_after_the_other() -> None:
-    module = Grouped(False)
-    weights = read(module, torch.randn(2, 7, E))
-    rows = module.qkv.weight.detach()
-    pieces = zip(("W_q", "W_k", "W_v"), rows.split([H * D, G * D, G * D]), (H, G, G), strict=True)
-    for part, piece, heads in pieces:
-        assert torch.equal(weights.read()[part], piece.reshape(heads, D, E))
-
-
 def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
     module = ENTRIES["Base"].made()
     torch.nn.utils.parametrizations.weight_norm(module.q)
     (of_attention,) = projections(Subject(module, (torch.randn(2, 7, E),), {}).recorded())
-    found = {own.part: own for own in of_attention}
-    assert not found["W_q"].is_whole
-    assert found["W_k"].is_whole
+    by_part = {projection.part: projection for projection in of_attention}
+    assert not by_part["W_q"].is_whole
+    assert by_part["W_k"].is_whole
     weights = read(module, torch.randn(2, 7, E))
     assert weights.missing
     assert "W_q" in weights.missing[0]
@@ -108,29 +99,29 @@ PLAIN = [layer for layer in LAYERS if layer not in ("narrow", "wide", "bert")]
 @pytest.mark.parametrize(("source", "destination"), [*itertools.pairwise([*PLAIN, PLAIN[0]])])
 def test_carried_weights_give_the_same_output(source: str, destination: str) -> None:
     torch.manual_seed(0)
-    (one, given), (other, own) = filled(source), filled(destination)
-    carried = copy_by_head(given, own)
+    (ours, given), (theirs, target) = filled(source), filled(destination)
+    carried = copy_by_head(given, target)
     assert not carried.not_copied
     assert set(carried.copied) == set(given.shapes)
     with torch.no_grad():
-        left, right = (result[0] if isinstance(result := f.plain(), tuple) else result for f in (one, other))
+        left, right = (result[0] if isinstance(result := f.plain(), tuple) else result for f in (ours, theirs))
     torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
 def test_what_has_no_place_is_left_out_and_said() -> None:
     torch.manual_seed(0)
     carried = copy_by_head(filled("torch")[1], filled("narrow")[1])
-    assert [one.part for one in carried.not_copied] == ["W_q", "W_k", "W_v"]
+    assert [part.part for part in carried.not_copied] == ["W_q", "W_k", "W_v"]
     assert carried.not_copied[0].reason == "it has room for 3 blocks of [4, 4] only"
-    own = filled("bert")[1]
-    assert [one.part for one in copy_by_head(filled("torch")[1], own).not_copied] == ["W_o", "b_o"]
-    back = copy_by_head(own, filled("torch")[1])
+    bert = filled("bert")[1]
+    assert [part.part for part in copy_by_head(filled("torch")[1], bert).not_copied] == ["W_o", "b_o"]
+    back = copy_by_head(bert, filled("torch")[1])
     assert (back.not_copied, back.filled) == ((), ("W_o", "b_o"))
 
 
 def test_keys_that_differ_cannot_be_shared_and_equal_ones_can() -> None:
     torch.manual_seed(0)
     fewer, all_of_them = filled("grouped-query", num_heads=4, num_kv_heads=2)[1], filled("torch", num_heads=4)[1]
-    assert {one.part for one in copy_by_head(all_of_them, fewer).not_copied} == {"W_k", "W_v", "b_k", "b_v"}
+    assert {part.part for part in copy_by_head(all_of_them, fewer).not_copied} == {"W_k", "W_v", "b_k", "b_v"}
     assert not copy_by_head(fewer, all_of_them).not_copied
     assert not copy_by_head(all_of_them, fewer).not_copied

@@ -67,11 +67,11 @@ def test_the_page_and_the_notebook_have_the_viewer(seen, tmp_path):
     seen.save(file)
     text = file.read_text()
     data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', text)[1])
-    assert [one["name"] for one in data["attentions"]] == [
+    assert [attention["name"] for attention in data["attentions"]] == [
         "attention 1 of 2 in layers.0.self_attn",
         "attention 2 of 2 in layers.1.self_attn",
     ]
-    stored = next(one for one in data["attentions"][1]["stages"] if one["stage"] == "weights")
+    stored = next(stage for stage in data["attentions"][1]["stages"] if stage["stage"] == "weights")
     ours = numbers(stored)
     theirs = seen.attentions[1].weights.tensor
     theirs = (theirs if theirs.dim() == 4 else theirs.unflatten(0, (2, -1)))[0].numpy()
@@ -128,7 +128,7 @@ def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
     invoke(*LINE, "--picture", "masked_scores", "--head", "1", "--export", str(tmp_path / "a.html"))
     data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
     assert data["first"] == {"attention": 0, "stage": "masked_scores", "head": 1}
-    assert {len(one["heads"]) for one in data["attentions"][0]["stages"]} == {3}
+    assert {len(stage["heads"]) for stage in data["attentions"][0]["stages"]} == {3}
     out = invoke(*LINE, "--picture", "weights", "--export", str(tmp_path / "a.txt")).out
     assert (tmp_path / "a.txt").read_text() == out
     invoke("trace", "--embed-dim", "12", "--device", "meta", "--num-heads", "3", "--export", str(tmp_path / "b.html"))

@@ -48,8 +48,8 @@ def numbers(stored: dict) -> np.ndarray:
     codes = codes.reshape(len(stored["heads"]), *stored["cells"]).astype(np.float64)
     most = 2 ** stored["bits"] - 3
     low, high = (np.array(stored[end])[:, None, None] for end in ("low", "high"))
-    found = low + (codes - 1) / (most - 1) * (high - low)
-    return np.select([codes == 0, codes == most + 1, codes == most + 2], [-np.inf, np.inf, np.nan], found)
+    values = low + (codes - 1) / (most - 1) * (high - low)
+    return np.select([codes == 0, codes == most + 1, codes == most + 2], [-np.inf, np.inf, np.nan], values)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -57,11 +57,11 @@ def test_stored_elements_are_those_of_the_tensor(bits):
     for picture in stages(17, 19):
         picture.values[0, 3, 0], picture.values[1, 2, 1] = np.nan, np.inf
         stored = encoded(picture, Storage(bits, None))
-        found = numbers(stored)
+        read = numbers(stored)
         finite = np.isfinite(picture.values)
-        assert np.array_equal(np.where(finite, 0, picture.values), np.where(finite, 0, found), equal_nan=True)
+        assert np.array_equal(np.where(finite, 0, picture.values), np.where(finite, 0, read), equal_nan=True)
         step = (np.array(stored["high"]) - np.array(stored["low"])).max() / (2**bits - 4)
-        assert np.abs(np.where(finite, picture.values, 0) - np.where(finite, found, 0)).max() <= step * 0.51
+        assert np.abs(np.where(finite, picture.values, 0) - np.where(finite, read, 0)).max() <= step * 0.51
         assert f"Stored in {bits} bits" in " ".join(stored["notes"])
         assert ["masked", "masked"] in stored["signs"] or picture.signed
         assert ["nan", "NaN (1)"] in stored["signs"]
@@ -71,15 +71,15 @@ def test_stored_elements_are_those_of_the_tensor(bits):
 def test_what_is_reduced_is_the_largest_and_says_so(rows, columns, cells, bits):
     picture = stages(rows, columns, seed=rows * columns)[1]
     stored = encoded(picture, Storage(bits, cells))
-    found, (high, wide) = numbers(stored), stored["block"]
-    assert found.shape[1] <= cells
-    assert found.shape[2] <= cells
-    for head, row, column in np.ndindex(found.shape):
+    cells_read, (high, wide) = numbers(stored), stored["block"]
+    assert cells_read.shape[1] <= cells
+    assert cells_read.shape[2] <= cells
+    for head, row, column in np.ndindex(cells_read.shape):
         part = picture.values[head, row * high : (row + 1) * high, column * wide : (column + 1) * wide]
         if np.isfinite(part.max()):
-            assert abs(found[head, row, column] - part.max()) <= 1 / (2**bits - 4)
+            assert abs(cells_read[head, row, column] - part.max()) <= 1 / (2**bits - 4)
         else:
-            assert found[head, row, column] == -np.inf
+            assert cells_read[head, row, column] == -np.inf
     assert ("Each cell is the largest of" in " ".join(stored["notes"])) is ((high, wide) != (1, 1))
 
 
@@ -99,8 +99,8 @@ def test_a_hostile_name_ends_nothing():
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "\x1b" not in text
-    found = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', text)[1])
-    assert found["attentions"][0]["name"].startswith('</script><img src=x onerror="')
+    data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', text)[1])
+    assert data["attentions"][0]["name"].startswith('</script><img src=x onerror="')
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------

@@ -100,18 +100,18 @@ def test_each_attention_has_what_its_own_kernel_hides() -> None:
 
 def refusals_of(run: Callable[[], Any]) -> list[str]:
     """The oracle: torch's own `why_not_fast_path`, as it stands when the forward returns."""
-    found: list[str] = []
+    refusals: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code is nn.MultiheadAttention.forward.__code__:
-            found.append(frame.f_locals.get("why_not_fast_path", ""))
+            refusals.append(frame.f_locals.get("why_not_fast_path", ""))
 
     sys.setprofile(watch)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return found
+    return refusals
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -10,8 +10,6 @@ from torch import nn
 
 import mha_inspect
 
-from ..recorded import record
-
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
 
 
@@ -55,10 +53,3 @@ def test_code_that_is_no_longer_python_runs_as_it_does_alone(how):
         compiled = [note for note in shown.notes if "compiled (torch.compile)" in note]
         assert len(compiled) == how.startswith("compiled")
         assert all(note.startswith("Module 1 is") for note in compiled)
-
-
-def test_a_module_that_is_lazy_is_built_while_it_is_recorded():
-    module = torch.nn.Sequential(torch.nn.LazyLinear(5), torch.nn.LazyBatchNorm1d())
-    recording, output = record(module, torch.ones(2, 3), keep=True)
-    assert output.shape == (2, 5)
-    assert "addmm" in [op.base_name for op in recording.ops]

@@ -42,13 +42,13 @@ def opened(function: Callable[..., Any], *args: Any, budget: int = 1 << 30, keep
 
 
 def stage(run: Run, name: str, place: int = 0) -> Tensor:
-    found: Tensor = run.recording.values[run.attentions[place][0].stages[name].id]
-    return found
+    content: Tensor = run.recording.values[run.attentions[place][0].stages[name].id]
+    return content
 
 
 def kernel(recording: Recording, start: str) -> Kernel:
-    (found,) = [one for one in recording.kernels if one.op.startswith(f"aten.{start}")]
-    return found
+    (matching,) = [candidate for candidate in recording.kernels if candidate.op.startswith(f"aten.{start}")]
+    return matching
 
 
 class Fused(nn.Module):
@@ -161,9 +161,9 @@ def test_the_fast_path_is_seen_from_inside(padded: bool, need_weights: bool) -> 
     assert kernel(run.recording, "_native_multi_head").within is None
     assert kernel(run.recording, "_transform_bias").within == 0
     torch.testing.assert_close(stage(run, "weights"), weights)
-    for one in run.recording.kernels[1:]:
-        assert one.check is not None
-        assert one.check.verdict != "differs"
+    for inner in run.recording.kernels[1:]:
+        assert inner.check is not None
+        assert inner.check.verdict != "differs"
 
 
 def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None:
@@ -175,7 +175,7 @@ def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None
     torch.testing.assert_close(scores + mask, masked)
     torch.testing.assert_close(masked.softmax(-1).view(weights.shape), weights)
     trace = mha_inspect.trace(layer, x, x, x, attn_mask=mask)
-    assert {one.name for one in trace.attentions[0].stages if one.opened} == {"scores"}
+    assert {shown.name for shown in trace.attentions[0].stages if shown.opened} == {"scores"}
     assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
 
 
@@ -186,8 +186,8 @@ def test_a_layer_hides_nothing_in_its_product() -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, 1)
-        made = torch.addmm(b, rows, w) + torch.addmm(b, rows, w * 2) + torch.addmm(b.data, rows, w.data.T)
-        return made.view(x.shape) + torch.baddbmm(b.expand(BATCH, 1, EMBED), x, lead)
+        total = torch.addmm(b, rows, w) + torch.addmm(b, rows, w * 2) + torch.addmm(b.data, rows, w.data.T)
+        return total.view(x.shape) + torch.baddbmm(b.expand(BATCH, 1, EMBED), x, lead)
 
     assert not record_opened(forward, x)[0].kernels
 
@@ -204,8 +204,8 @@ def encoder(**settings: Any) -> nn.Module:
 
 class Checkpointed(Fused):
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return made
+        output: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return output
 
 
 class Normed(Fused):
@@ -250,7 +250,7 @@ def test_a_training_step_is_the_plain_one_to_the_bit(name: str, keep: bool) -> N
     assert all(map(torch.equal, plain, shown))
     assert block.trace.attentions
     if "dropout" not in name and name != "checkpoint":
-        assert {"scores", "weights"} <= {one.name for one in block.trace.attentions[0].stages}
+        assert {"scores", "weights"} <= {shown.name for shown in block.trace.attentions[0].stages}
         assert block.trace.proof.agrees
 
 
@@ -263,12 +263,12 @@ def test_scores_beyond_the_budget_have_shapes_and_no_numbers() -> None:
         full, _ = opened(module, x)
         small, _ = opened(module, x, budget=BATCH * HEADS * LENGTH * LENGTH * 4 - 1)
     assert torch.equal(full.returned, small.returned)
-    one, other = (kernel(run.recording, "_scaled") for run in (full, small))
-    assert (one.shapes_only, other.shapes_only) == (False, True)
-    assert other.check is not None
-    assert other.check.verdict != "differs"
+    kept_kernel, described_kernel = (kernel(run.recording, "_scaled") for run in (full, small))
+    assert (kept_kernel.shapes_only, described_kernel.shapes_only) == (False, True)
+    assert described_kernel.check is not None
+    assert described_kernel.check.verdict != "differs"
     stages = [run.attentions[0][0].stages for run in (full, small)]
-    described = [{name: (t.shape, t.stride, t.dtype) for name, t in found.items()} for found in stages]
+    described = [{name: (t.shape, t.stride, t.dtype) for name, t in tensors.items()} for tensors in stages]
     assert described[0] == described[1]
     assert small.recording.values.keys().isdisjoint({stages[1][name].id for name in ("scores", "weights")})
     names = [[op.name for op in run.recording.ops] for run in (full, small)]
@@ -301,8 +301,8 @@ def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: 
     attention = kernels.attention
 
     def wrong(do: Any, asked: Any, dtype: Any = None, **described: Any) -> Any:
-        made = attention(do, asked, dtype, **described)
-        return made if dtype and not everywhere else do(torch.ops.aten.mul.Scalar, made, 1.001)
+        right = attention(do, asked, dtype, **described)
+        return right if dtype and not everywhere else do(torch.ops.aten.mul.Scalar, right, 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees
@@ -347,17 +347,17 @@ def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[in
     given = {"window_size_left": window[0], "window_size_right": window[1]}
     asked = kernels.read_attention(func, (q, k, v, *starts, 5, 6, 0.0, causal, False), given)
     assert asked.rows_first
-    (made,) = asked.steps(kernels.run)
+    (contexts,) = asked.steps(kernels.run)
     for at, (rows, keys) in enumerate(zip(lengths, others, strict=True)):
-        own, other = (s[at] for s in starts)
+        first_query, first_key = (s[at] for s in starts)
         # The last query stands where the last key does.
         distance = (torch.arange(rows) + keys - rows)[:, None] - torch.arange(keys)
         allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window != (-1, -1):
             allowed = allowed & (distance <= window[0]) & (distance >= -window[1])
-        parts = (q[own : own + rows], k[other : other + keys], v[other : other + keys])
+        parts = (q[first_query : first_query + rows], k[first_key : first_key + keys], v[first_key : first_key + keys])
         expected = attended(*(part.transpose(0, 1) for part in parts), allowed).transpose(0, 1)
-        torch.testing.assert_close(made[own : own + rows].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(contexts[first_query : first_query + rows].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
@@ -422,10 +422,10 @@ def test_the_steps_of_cuda_kernels(backend: str, causal: bool) -> None:
         plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         run, _ = opened(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
     assert torch.equal(run.returned, plain)
-    (one,) = run.recording.kernels
-    assert one.opened
-    assert one.check is not None
-    assert one.check.verdict != "differs"
+    (fused_kernel,) = run.recording.kernels
+    assert fused_kernel.opened
+    assert fused_kernel.check is not None
+    assert fused_kernel.check.verdict != "differs"
 
 
 @pytest.mark.cuda
@@ -437,4 +437,8 @@ def test_the_steps_of_attention_over_packed_rows_on_cuda() -> None:
     starts = torch.tensor([0, 3, 8, 10], dtype=torch.int32, device="cuda")
     with torch.no_grad():
         run, _ = opened(lambda: varlen_attn(q, k, v, starts, starts, 5, 5))
-    assert [one.check.verdict != "differs" for one in run.recording.kernels if one.check is not None] == [True]
+    assert [
+        fused_kernel.check.verdict != "differs"
+        for fused_kernel in run.recording.kernels
+        if fused_kernel.check is not None
+    ] == [True]

@@ -78,12 +78,6 @@ def test_long_names_take_linear_time(name):
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_no_colour_means_no_escape(name):
-    assert ESCAPE not in rendered(name, "table", width=100)
-    assert ESCAPE not in rendered(name, "plain", color=True)
-
-
-@pytest.mark.parametrize("name", REPORTS)
 def test_colour_changes_nothing_but_the_colour(name):
     coloured = rendered(name, "table", width=100, color=True)
     assert ESCAPE in coloured
