@@ -218,24 +218,6 @@ def test_keys_from_before_the_call_are_a_cache(kind: Any, given: Any, way: str, 
         assert trace.attentions[0].cache is None
 
 
-class Returning(Projections):
-    def forward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        q, k, v = self.sides(x)
-        if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        return self.attend(q, k, v), (k, v)
-
-
-def test_keys_of_an_earlier_call_are_a_cache() -> None:
-    torch.manual_seed(0)
-    layer, x, past = Returning().eval(), torch.randn(B, N, E), None
-    with torch.no_grad(), mha_inspect.recording() as recording:
-        for step in (x, x[:, :1] * 2, x[:, :1] * 3):
-            _, past = layer(step, past)
-    expected = [None, Cache(N, 1, 0, "concatenated"), Cache(N + 1, 1, 0, "concatenated")]
-    assert [attention.cache for attention in recording.trace.attentions] == expected
-
-
 def test_a_script_without_modules_has_a_cache_from_the_attention_before_and_no_other() -> None:
     torch.manual_seed(0)
     parts, x, more = Projections().eval(), torch.randn(B, N, E), torch.randn(B, M, E)
