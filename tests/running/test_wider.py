@@ -56,10 +56,8 @@ def without_names(report: Trace) -> str:
 
 @pytest.mark.parametrize("name", [name for name in entries() if ENTRIES[name].given is hidden][::8])
 def test_a_batch_of_one_has_the_names_of_a_batch_of_three(name: str) -> None:
-    module, (single, two, three) = (
-        ENTRIES[name].made().eval(),
-        (ENTRIES[name].arguments(n, 12)[0][0] for n in (1, 2, 3)),
-    )
+    module = ENTRIES[name].made().eval()
+    single, two, three = (ENTRIES[name].arguments(batch, 12)[0][0] for batch in (1, 2, 3))
     widened = trace(module, single, two)
     assert names(widened) == names(trace(module, three))
     assert without_names(widened) == without_names(trace(module, single))

@@ -75,14 +75,12 @@ NUMBERS = [
     with_numbers_of_no_dimension,
     capped_at_nothing,
     scaled_by(0.0),
-    scaled_by(1e-200),
     scaled_by(float("inf")),
     divided_by(0.0),
-    divided_by(float("inf")),
 ]
 CASES = [
     *((Attention(by_hand), *shapes) for shapes in EMPTY),
-    *((Attention(by_einsum), *shapes) for shapes in EMPTY),
+    (Attention(by_einsum), *EMPTY[0]),
     *((Torch().eval(), *shapes) for shapes in EMPTY),
     *((Attention(attend), *WITH_ELEMENTS) for attend in NUMBERS),
 ]
