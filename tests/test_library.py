@@ -11,6 +11,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ForwardError, InputError, SpecError
+from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
 
@@ -325,3 +326,10 @@ def test_a_block_beside_an_attention_alone_is_told_how_to_compare_its_attention(
     assert [note for note in notes if note.endswith("--right-module attn.")]
     for left, right in ((Block(), Block(deep=False)), (Heads(), nn.Sequential(Heads()))):
         assert "-module" not in str(mha_inspect.diff(left, right, x, same_weights=True).notes)
+
+
+def test_an_assertion_says_what_it_cannot_take(layer, x):
+    with pytest.raises(ValueError, match=r"no stage was given\. .* Did you mean scores\?"):
+        assert_stage_shapes(layer, x, x, x, scors="bh q k")
+    with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module, got None"):
+        assert_same_attention(layer, None, x)

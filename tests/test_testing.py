@@ -117,3 +117,10 @@ def test_a_failure_begins_with_the_finding_and_ends_in_the_line_of_the_test(x):
         assert str(raised.value).startswith(first)
         last = raised.traceback.filter(raised)[-1]
         assert last.path == Path(__file__), first
+
+
+def test_a_call_without_a_pattern_and_a_module_without_attention(x):
+    with pytest.raises(ValueError, match="no stage was given"):
+        assert_stage_shapes(layer("torch"), x, x, x)
+    with pytest.raises(AssertionError, match="Linear has no softmax attention"):
+        assert_stage_shapes(nn.Linear(15, 15), x, scores="b q k")

@@ -113,3 +113,15 @@ def test_a_pile_of_combining_marks_is_escaped_and_four_are_not():
 )
 def test_a_scale_is_told_beside_the_root_of_head_dim(factor, head_dim, said):
     assert text.scale(factor, head_dim) == said
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(0.0, "0"), (1.19e-7, "1.2e-07"), (0.31415, "0.314"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf")],
+)
+def test_differences(number, written):
+    assert text.small(number) == written
+
+
+def test_multiples():
+    assert [text.times(n) for n in (0.04, 17.25, 1302118.4)] == ["0.0", "17", "1,300,000"]

@@ -182,3 +182,9 @@ class NamedOperands(nn.Module):
 def test_a_product_whose_operands_are_passed_by_name_shows_the_width():
     call = make_call(Target(NamedOperands(), "NamedOperands", {}), Asked(InputSpec(batch=2, seq_len=5)))
     assert call.kwargs["x"].shape == (2, 5, 24)
+
+
+def test_returned_arguments_are_moved_with_the_module() -> None:
+    target = load_target(f"{FILE}:scaled", {}, TargetSpec(dtype="float64", device="meta"))
+    call = make_call(target, Asked(InputSpec()))
+    assert {(tensor.dtype, tensor.device.type) for tensor in call.kwargs.values()} == {(torch.float64, "meta")}

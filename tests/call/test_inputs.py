@@ -156,3 +156,10 @@ def test_a_mask_that_does_not_fit_is_answered_with_the_rule(mask: Tensor, words:
     with pytest.raises(InputError) as caught:
         inputs_of(batch=3, seq_len=5, key_len=7, attn_mask=saved(tmp_path / "mask.pt", mask))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
+    array = torch.randn(2, 3, 10, dtype=torch.float64)
+    query = inputs_of(input=saved(tmp_path / "query.pt", array)).query
+    assert query.dtype == torch.float32
+    assert torch.equal(query, array.float())

@@ -211,3 +211,14 @@ def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
     torch.save(torch.randn(2, 9, 14), file)
     loaded = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
     assert loaded.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2
+
+
+def test_masks_of_torchs_own_modules_mean_what_torch_says():
+    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
+    made = call(layer, causal=True, padding=(2,))
+    mask, padding = made.kwargs["attn_mask"], made.kwargs["key_padding_mask"]
+    assert torch.equal(mask, torch.ones(5, 5).triu(1).bool())
+    assert padding.tolist() == [[False] * 3 + [True] * 2] * 3
+    _, weights = layer.module(*made.args, **made.kwargs)
+    assert float(weights.detach()[:, mask].abs().max()) == 0.0
+    assert float(weights.detach()[..., 3:].abs().max()) == 0.0

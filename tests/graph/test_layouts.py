@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mha_inspect.graph.dataflow import Graph
-from mha_inspect.graph.layout import Layout, Source, View, read, whole
+from mha_inspect.graph.layout import Layout, Source, Span, View, read, whole
 from mha_inspect.graph.layouts import Layouts
 
 from ..recorded import record
@@ -270,3 +270,8 @@ def test_an_unknown_choice_by_a_mask_is_no_guess() -> None:
     layouts = Layouts(Graph(recording))
     layouts.follow(recording.ops)
     assert not layouts.of(recording.outputs[0].tensor).spans
+
+
+def test_two_spans_together_ignore_what_is_absent() -> None:
+    first, second = (Span.of(np.array(numbers)) for numbers in ([3, -1, 5, -1], [1, 2, -1, -1]))
+    assert [end.tolist() for end in first.together(second)] == [[1, 2, 5, -1], [3, 2, 5, -1]]

@@ -135,3 +135,10 @@ def test_any_order_is_found_as_it_is(order: list[int]) -> None:
         for named in reordering.names:
             line = named.line("w", "rows", 2)
             assert not line or torch.equal(eval(line, {"rearrange": rearrange, "w": left}), left[order])
+
+
+def test_rounded_rows_are_found_by_the_nearest() -> None:
+    weight = drawn(4 * WIDTH)
+    reordering = explained(weight, halves(weight, 4).bfloat16().float(), heads=4, kv_heads=4, parts=1)
+    assert reordering.names[0].pattern == "(heads half two) -> (heads two half)"
+    assert 0 < reordering.remaining < 0.01

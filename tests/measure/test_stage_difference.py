@@ -8,7 +8,7 @@ import pytest
 import torch
 from einops import rearrange
 
-from mha_inspect.measure.content import compare_stage
+from mha_inspect.measure.content import compare_stage, stage_noise
 from mha_inspect.record.rounding import distances
 
 
@@ -85,3 +85,10 @@ def test_blocked_positions_are_equal_whatever_number_blocks_them(heads):
         assert compare_stage("masked_scores", left, right, exactly).verdict == "same"
         assert compare_stage("masked_scores", left, right + 0.5, exactly).max_abs_difference == 0.5
         assert compare_stage("scores", left, right, exactly).verdict == "differs"
+
+
+def test_the_noise_of_a_mean_is_that_of_the_mean():
+    exact = torch.zeros(1, 2, 1, 1, dtype=torch.float64)
+    content = torch.tensor([0.5, -0.25]).view(1, 2, 1, 1)
+    assert stage_noise("scores", content, exact) == 0.5
+    assert stage_noise("scores", content, exact, torch.zeros(1, 3, 1, 1)) == 0.125

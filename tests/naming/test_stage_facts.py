@@ -95,7 +95,7 @@ def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]
     return content
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(settings_of())
 def test_each_formula_gives_the_stage(setting: Setting) -> None:
     case = Case(setting)

@@ -169,6 +169,19 @@ def test_self_is_one_tensor_and_cross_is_two() -> None:
     assert kinds(nn.TransformerDecoderLayer(WIDTH, HEADS, 7, batch_first=True), X, y) == [("self",), ("cross",)]
 
 
+def test_one_mask_that_two_layers_read_the_other_way_round() -> None:
+    first = Attends(by_hand(lambda s: s.masked_fill(CAUSAL, LOW)))
+    second = Attends(by_hand(lambda s: torch.where(CAUSAL, s, LOW)))
+    assert kinds(nn.Sequential(first, second), X) == [("self", "causal"), ("self",)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fused_kernel_is_causal_as_it_was_asked_to_be(device: str, causal: bool) -> None:
+    (kind,) = kinds(Attends(fused(is_causal=causal)).to(device), X.to(device))
+    assert ("causal" in kind) is causal
+
+
 def test_a_mask_that_was_written_after_the_block_says_nothing() -> None:
     layer, mask = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval(), torch.ones(5, 5).tril(-1).bool()
     with torch.no_grad(), mha_inspect.recording() as seen:

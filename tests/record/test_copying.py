@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,21 @@ def test_a_copy_in_another_dtype_keeps_what_is_imaginary(recwarn: pytest.Warning
     assert exact.dtype == torch.float64
     torch.testing.assert_close(exact.float(), module(x))
     assert not recwarn.list
+
+
+@dataclass
+class PerLayer:
+    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
+
+    heads: int = 3
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "heads":
+            raise RuntimeError("heads may vary across layers")
+        return super().__getattribute__(name)
+
+
+def test_a_field_that_raises_is_copied_as_it_is_stored():
+    module = Holding()
+    module.config = PerLayer()
+    assert vars(copy_module(module).config) == {"heads": 3}

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mha_inspect.record.arguments import cast_tensors
+from mha_inspect.errors import InputError
+from mha_inspect.record.arguments import cast_tensors, first_tensor
 from mha_inspect.record.rounding import judge, max_difference, rounding_error
 
 
@@ -50,3 +51,10 @@ def test_one_tensor_given_three_times_stays_one() -> None:
 def test_rows_that_are_not_finite_are_left_out() -> None:
     exact = torch.tensor([1.0, math.nan, 3.0], dtype=torch.float64)
     assert rounding_error(torch.tensor([1.25, 0.0, math.inf]), exact) == 0.25
+
+
+def test_first_tensor() -> None:
+    x = torch.zeros(1)
+    assert first_tensor(x) is first_tensor((x, None)) is first_tensor({"a": None, "b": [x]}) is x
+    with pytest.raises(InputError):
+        first_tensor((None, 3))

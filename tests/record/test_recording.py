@@ -291,3 +291,13 @@ def test_source_module_and_call_of_each_operation(user: ModuleType) -> None:
     assert [[op.base_name for op in ops] for ops in products] == [names, names]
     (transposed,) = ops_named(recording, "transpose")
     assert transposed.call not in {ops[0].call for ops in products}
+
+
+def test_inference_mode_shows_the_operations_of_a_run_without_gradients(user: ModuleType) -> None:
+    layer, x = user.Layer(), drawn(BATCH, QUERY, EMBED)
+
+    def shown(mode: Callable[[], Any]) -> list[Any]:
+        with mode():
+            return [(op.name, op.source, op.module, op.call) for op in record(layer, x)[0].ops]
+
+    assert shown(torch.inference_mode) == shown(torch.no_grad)

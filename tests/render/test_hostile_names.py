@@ -102,3 +102,14 @@ def test_what_is_escaped_can_be_read():
 def test_cleaning_leaves_only_what_can_be_printed_and_is_done_once(text):
     assert printable(text).isprintable()
     assert printable(printable(text)) == printable(text)
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_parameters_are_cleaned_too(name):
+    report = replace(
+        FULL_PARAMS,
+        parameters=tuple(replace(p, name=name, role=name, axes=name, heads=None) for p in FULL_PARAMS.parameters),
+        side_by_side=tuple(replace(c, shapes={name: (3,)}, first_head={}) for c in FULL_PARAMS.side_by_side),
+    )
+    for format in FORMATS:
+        assert [c for c in to_text(report, format) if acts_on_a_terminal(c) and c != "\n"] == []

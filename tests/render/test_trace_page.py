@@ -179,3 +179,9 @@ def test_heads_that_were_split_wrongly_are_said_once(way: str, shape: tuple[int,
     changed[..., 0, :] += 1
     rows = (module(changed) - module(x)).abs().amax(-1)[..., 1:]
     assert bool((rows > 0).any()) == (over != "over the heads within each token")
+
+
+def test_steps_that_were_not_compared_say_why() -> None:
+    proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
+    page = repr(replace(TRACE, steps=STEPS, decode=proof))
+    assert "The steps were not compared with one forward over all 10 tokens: the forward draws random" in page

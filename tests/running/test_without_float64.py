@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect.errors import InputError
+from mha_inspect.running.subject import Subject
 
 
 class Attention(nn.Module):
@@ -76,3 +77,13 @@ def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
     assert "by half a digit, since no copy of it runs in float64" in " ".join(str(report).split())
     with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and measuring rounding needs that"):
         mha_inspect.compare_heads((1, 3), make, x, steps=1)
+
+
+def test_a_subject_that_is_shaken_stays_as_it_is(x: Tensor) -> None:
+    module = seeded(Uncopied)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    with torch.no_grad():
+        plain, shaken = module(x), Subject(module, (x,), {}).shaken().plain()
+    assert not torch.equal(plain, shaken)
+    torch.testing.assert_close(plain, shaken, rtol=0, atol=1e-6)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
