@@ -12,7 +12,6 @@ _TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 _GROUPED = {**_TEXT, "num_key_value_heads": 2}
-_EVERY_HEAD = {**_TEXT, "num_key_value_heads": 4, "head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "num_key_value_heads": 4}
@@ -24,22 +23,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     "bert": _TEXT,
     "dac": {"encoder_hidden_size": 4, "decoder_hidden_size": 96},
     "deberta-v2": _TEXT,
-    "deepseek_v2": {**_TEXT, **_ROUTED, **_LATENT},
     "deepseek_v3": {**_TEXT, **_ROUTED, **_LATENT, "num_hidden_layers": 4},
-    "dpt": {"hidden_size": 96, "intermediate_size": 96},
-    "gemma4_vision": _EVERY_HEAD | {"vocab_size": None},
+    "gemma4_vision": {**_TEXT, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": None},
     "gpt2": _GPT,
     "hiera": {"image_size": [64, 64]},
-    "hrm_text": {**_TEXT, "num_hidden_layers": None, "num_layers_per_stack": 2, "head_dim": 16},
-    "hunyuan_v1_dense": _EVERY_HEAD,
     "jamba": {**_GROUPED, "num_hidden_layers": 5, "num_experts": 4},
-    "laguna": {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16},
-    "lfm2_moe": {**_GROUPED, "layer_types": ["conv", "full_attention"], "num_experts": 4, "moe_intermediate_size": 32},
     "llama": _TEXT,
-    "nemotron": _EVERY_HEAD,
     "openai-gpt": _GPT,
     "opt": {**_TEXT, "intermediate_size": None, "word_embed_proj_dim": 64, "ffn_dim": 96},
-    "qwen2_5_vl_vision": {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 64},
     "qwen3_next": {
         **_GROUPED,
         **_EXPERTS,
@@ -47,11 +38,8 @@ _SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "head_dim": 16,
     },
-    "qwen3_vl": {**_TEXT, "num_attention_heads": None},
     "t5": {"num_layers": 2, "d_model": 64, "d_ff": 96, "vocab_size": 128},
     "xlnet": {"n_layer": 2, "d_model": 64, "d_inner": 96, "vocab_size": 128, "n_head": 4, "d_head": 16},
-    "zaya": {**_TEXT, **_EXPERTS, "intermediate_size": None, "router_hidden_size": 16, "head_dim": 16}
-    | {"num_attention_heads": None, "num_experts_per_tok": 1},
 }
 
 

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "mha_inspect"
@@ -23,9 +24,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def shown(path: Path) -> list[str]:
     """Every text with words in it that is no docstring, in order; `{}` stands for a value."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     inside = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
     documented = {id(node) for node, _ in _docstrings(tree)}
     texts = []
@@ -42,7 +49,7 @@ def shown(path: Path) -> list[str]:
 
 def docstrings(path: Path) -> list[str]:
     """Every docstring, those of fields included."""
-    return [text for _, text in _docstrings(ast.parse(path.read_text(encoding="utf-8")))]
+    return [text for _, text in _docstrings(tree_of(path))]
 
 
 def comments(path: Path) -> list[str]:
@@ -65,7 +72,7 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
 def first_words_of_fixes(path: Path) -> list[str]:
     """The first word of each `fix=` of a call that begins with a word: `Use` of `fix="Use transpose(1, 2)."`."""
     words = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.Call):
             continue
         fixes = [keyword.value for keyword in node.keywords if keyword.arg == "fix"]

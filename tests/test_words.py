@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,14 @@ def ours(text: str) -> Iterator[str]:
     yield from _replaceable(OURS, text)
 
 
+@cache
+def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{'|'.join(words)})\b", re.IGNORECASE)
+
+
 def _replaceable(words: Mapping[str, str], text: str) -> Iterator[str]:
+    if not _any_of(tuple(words)).search(text):
+        return
     for word, say in words.items():
         for found in re.finditer(rf"\b(?:{word})\b", text, re.IGNORECASE):
             yield f"{found[0]!r} in {text!r}: say {say}"

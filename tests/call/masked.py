@@ -35,13 +35,6 @@ class Adds(Attention):
         return self.attended(x, lambda s: s if attn_bias is None else s + attn_bias)
 
 
-class Subtracts(Attention):
-    """Takes 1 minus its mask times a large number, which -inf fits as well."""
-
-    def forward(self, x, mask=None):
-        return self.attended(x, lambda s: s if mask is None else s + (1 - mask) * -1e4)
-
-
 class Multiplies(Attention):
     """Takes its mask after the softmax, and divides by what is left."""
 

@@ -24,7 +24,7 @@ from mha_inspect.making.vocabulary import Flags
 FILE = str(Path(__file__).parent / "masked.py")
 
 
-def made(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, ...] = (), **inputs: Any):
+def loaded(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, ...] = (), **inputs: Any):
     target = load_target(f"{FILE}:{name}", settings or {}, TargetSpec())
     given = frozenset({"batch_first"} & set(inputs))
     flags = Flags({"batch_first": inputs.pop("batch_first", True)}, given, frozenset(inputs))
@@ -44,16 +44,15 @@ def made(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, .
     ],
 )
 def test_the_layout_is_what_the_forward_says(name: str, shape: tuple[int, ...], said: str | None) -> None:
-    _, call = made(name)
+    _, call = loaded(name)
     assert tuple(call.kwargs["x"].shape) == shape
     assert len(call.said) == (said is not None)
     assert said is None or re.match(said, call.said[0])
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Wraps", "Words"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("name", "first"), [("Keeps", False), ("Wraps", False), ("Words", True)])
 def test_a_layout_that_is_given_is_taken(name: str, first: bool) -> None:
-    _, call = made(name, batch_first=first)
+    _, call = loaded(name, batch_first=first)
     assert tuple(call.kwargs["x"].shape) == ((2, 5, 12) if first else (5, 2, 12))
     assert call.said == ()
 
@@ -62,7 +61,7 @@ def test_a_layout_that_is_given_is_taken(name: str, first: bool) -> None:
 
 
 def test_a_forward_is_run_once_to_know_its_inputs_and_once_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    kind = type(made("Calls", batch=1)[0].module)
+    kind = type(loaded("Calls", batch=1)[0].module)
     assert kind.calls == 1
     assert run(["trace", f"{FILE}:Calls", "--batch", "2", "--seq-len", "5"]) == 0
     assert "weights " in capsys.readouterr().out
@@ -74,12 +73,12 @@ def test_a_forward_is_run_once_to_know_its_inputs_and_once_to_be_seen(capsys: py
 
 @pytest.mark.parametrize("name", ["NoWeights", "OfSetting"])
 def test_a_width_that_was_drawn_is_replaced_by_one_with_which_the_forward_runs(name: str) -> None:
-    target, call = made(name)
+    target, call = loaded(name)
     assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 12)] * 2
     target.module(**call.kwargs)
-    _, call = made(name, {"num_hidden": "24"})
+    _, call = loaded(name, {"num_hidden": "24"})
     assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 24)] * 2
-    _, call = made(name, shapes=("q=2x5x21", "k=2x5x21"))
+    _, call = loaded(name, shapes=("q=2x5x21", "k=2x5x21"))
     assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 21)] * 2
 
 
@@ -106,14 +105,14 @@ def test_a_width_that_was_drawn_is_not_the_mistake_of_the_code(capsys: pytest.Ca
 )
 def test_what_nobody_can_guess_is_refused_with_the_function_to_write(name: str, said: str, arguments: str) -> None:
     with pytest.raises(InputError, match=said) as refused:
-        made(name)
+        loaded(name)
     code = f"def attention():\n    module = {name}()\n    return module, (), dict({arguments})"
     assert str(refused.value).endswith(f"a function that returns it with the module:\n{code}")
     compile(code, "", "exec")
 
 
 def test_what_runs_in_training_mode_alone_says_so() -> None:
-    target, call = made("Trains")
+    target, call = loaded("Trains")
     subject = subject_of(target, call, 0)
     with (
         pytest.raises(TargetFailedError, match=r"The forward succeeds in training mode. Use --train\.$"),
@@ -126,14 +125,14 @@ def test_what_runs_in_training_mode_alone_says_so() -> None:
 
 
 def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
-    target, call = made("Lazy")
+    target, call = loaded("Lazy")
     assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
     assert call.said == ("The lazy layers take any width and were given 12. Use --input-shape for another.",)
     # What was found out by running a copy leaves the module itself as it was.
     assert isinstance(target.module.first.weight, torch.nn.UninitializedParameter)
     with pytest.raises(InputError, match=r"LazyImage has lazy layers \(LazyConv1d\).*--input-shape x="):
-        made("LazyImage")
-    _, call = made("LazyImage", shapes=("x=2x5x12",))
+        loaded("LazyImage")
+    _, call = loaded("LazyImage", shapes=("x=2x5x12",))
     assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
 
 
@@ -141,59 +140,34 @@ def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
 
 
 def test_a_function_returns_what_the_forward_is_called_with() -> None:
-    target, call = made("scaled")
+    target, call = loaded("scaled")
     assert target.name == "Scaled"
     assert torch.equal(call.kwargs["freqs_cis"], torch.ones(5, 12))
     assert call.notes == ("Called with x float32 [2, 5, 12], freqs_cis float32 [5, 12], returned with the module.",)
-    target, call = made("in_dictionary")
+    target, call = loaded("in_dictionary")
     assert call.drawn == ("batch.x",)
     target.module(**call.kwargs)
-    target, call = made("both")
+    target, call = loaded("both")
     assert call.kwargs["need_weights"] is False
     assert not call.batch_first
 
 
-def test_returned_arguments_are_moved_with_the_module() -> None:
-    target = load_target(f"{FILE}:scaled", {}, TargetSpec(dtype="float64", device="meta"))
-    call = make_call(target, Asked(InputSpec()))
-    assert {(tensor.dtype, tensor.device.type) for tensor in call.kwargs.values()} == {(torch.float64, "meta")}
-
-
 def test_two_that_return_their_arguments_get_the_same() -> None:
-    (target, call), (other, again) = made("scaled"), made("scaled", {"width": "13"})
-    same = with_the_same(again, other.module, call, target.module)
-    assert not torch.equal(again.kwargs["x"], call.kwargs["x"])
+    (target, call), (second, second_call) = loaded("scaled"), loaded("scaled", {"width": "13"})
+    same = with_the_same(second_call, second.module, call, target.module)
+    assert not torch.equal(second_call.kwargs["x"], call.kwargs["x"])
     assert all(torch.equal(same.kwargs[name], call.kwargs[name]) for name in ("x", "freqs_cis"))
-    (target, call), (other, again) = made("in_dictionary"), made("in_dictionary")
-    same = with_the_same(again, other.module, call, target.module)
+    (target, call), (second, second_call) = loaded("in_dictionary"), loaded("in_dictionary")
+    same = with_the_same(second_call, second.module, call, target.module)
     assert torch.equal(same.kwargs["batch"]["x"], call.kwargs["batch"]["x"])
 
 
 def test_what_is_returned_must_be_arguments() -> None:
     with pytest.raises(InputError, match=r"without_arguments\(\) returned a module and .*\(module, args, kwargs\)"):
-        made("without_arguments")
+        loaded("without_arguments")
     with pytest.raises(SpecError, match=r"scaled returns its own inputs, so --padding does not apply"):
-        made("scaled", padding=(1,))
-    assert made("scaled", causal=True)[1].said[0].startswith("--causal made no mask")
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("trace", "weights "),
-        ("params", "qkv.weight"),
-        ("check", "check: "),
-        (f"diff {FILE}:scaled", "same"),
-        ("compare-heads --heads 2,3", "differs"),
-    ],
-)
-def test_every_command_takes_such_a_function(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, *rest = line.split()
-    name = "both" if command == "compare-heads" else "scaled"
-    code = run([command, f"{FILE}:{name}", *rest])
-    output = capsys.readouterr()
-    assert code in (0, 1), output.err
-    assert says in output.out
+        loaded("scaled", padding=(1,))
+    assert loaded("scaled", causal=True)[1].said[0].startswith("--causal made no mask")
 
 
 class NamedOperands(nn.Module):
@@ -208,3 +182,9 @@ class NamedOperands(nn.Module):
 def test_a_product_whose_operands_are_passed_by_name_shows_the_width():
     call = make_call(Target(NamedOperands(), "NamedOperands", {}), Asked(InputSpec(batch=2, seq_len=5)))
     assert call.kwargs["x"].shape == (2, 5, 24)
+
+
+def test_returned_arguments_are_moved_with_the_module() -> None:
+    target = load_target(f"{FILE}:scaled", {}, TargetSpec(dtype="float64", device="meta"))
+    call = make_call(target, Asked(InputSpec()))
+    assert {(tensor.dtype, tensor.device.type) for tensor in call.kwargs.values()} == {(torch.float64, "meta")}

@@ -27,9 +27,9 @@ class Inputs:
     key_padding_mask: Tensor | None
 
 
-def made(spec: AttentionSpec = SPEC, device: str = "cpu", **inputs: Any) -> Inputs:
-    own = built_layer(spec, InputSpec(**inputs), RunSpec(device=device))
-    return Inputs(*own.tensors, own.kwargs.get("attn_mask"), own.kwargs.get("key_padding_mask"))
+def inputs_of(spec: AttentionSpec = SPEC, device: str = "cpu", **inputs: Any) -> Inputs:
+    layer = built_layer(spec, InputSpec(**inputs), RunSpec(device=device))
+    return Inputs(*layer.tensors, layer.kwargs.get("attn_mask"), layer.kwargs.get("key_padding_mask"))
 
 
 def saved(path: Path, content: object) -> Path:
@@ -38,56 +38,47 @@ def saved(path: Path, content: object) -> Path:
 
 
 def test_one_tensor_serves_where_one_can() -> None:
-    inputs = made(batch=3, seq_len=5)
+    inputs = inputs_of(batch=3, seq_len=5)
     assert inputs.query is inputs.key is inputs.value
     assert inputs.query.shape == (3, 5, 10)
     assert inputs.attn_mask is inputs.key_padding_mask is None
-    crossed = made(batch=3, seq_len=5, key_len=7)
+    crossed = inputs_of(batch=3, seq_len=5, key_len=7)
     assert crossed.key is crossed.value
     assert crossed.key.shape == (3, 7, 10)
-    wide = made(replace(SPEC, kdim=7, vdim=11), batch=3, seq_len=5)
+    wide = inputs_of(replace(SPEC, kdim=7, vdim=11), batch=3, seq_len=5)
     assert [tensor.shape[-1] for tensor in (wide.query, wide.key, wide.value)] == [10, 7, 11]
 
 
 def test_draws_are_the_same_for_every_head_count_layout_and_dtype() -> None:
-    base = made(batch=3, seq_len=5).query
-    assert torch.equal(made(replace(SPEC, num_heads=5), batch=3, seq_len=5).query, base)
-    assert torch.equal(made(replace(SPEC, batch_first=False), batch=3, seq_len=5).query.transpose(0, 1), base)
-    assert torch.equal(made(replace(SPEC, dtype="float64"), batch=3, seq_len=5).query, base.double())
-    assert torch.equal(made(seq_len=5, unbatched=True).query, made(seq_len=5).query[0])
-    assert not torch.equal(made(replace(SPEC, seed=1), batch=3, seq_len=5).query, base)
+    base = inputs_of(batch=3, seq_len=5).query
+    assert torch.equal(inputs_of(replace(SPEC, num_heads=5), batch=3, seq_len=5).query, base)
+    assert torch.equal(inputs_of(replace(SPEC, batch_first=False), batch=3, seq_len=5).query.transpose(0, 1), base)
+    assert torch.equal(inputs_of(replace(SPEC, dtype="float64"), batch=3, seq_len=5).query, base.double())
+    assert torch.equal(inputs_of(seq_len=5, unbatched=True).query, inputs_of(seq_len=5).query[0])
+    assert not torch.equal(inputs_of(replace(SPEC, seed=1), batch=3, seq_len=5).query, base)
 
 
 def test_draws_are_apart_from_the_parameters_and_from_the_global_generator() -> None:
     state = torch.manual_seed(0).get_state()
-    assert not torch.equal(made(batch=3, seq_len=5).query, torch.randn(3, 5, 10))
+    assert not torch.equal(inputs_of(batch=3, seq_len=5).query, torch.randn(3, 5, 10))
     torch.set_rng_state(state)
-    made(batch=3, seq_len=5)
+    inputs_of(batch=3, seq_len=5)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_meta_has_shapes_only() -> None:
-    wide = replace(SPEC, embed_dim=2**14, batch_first=False)
-    inputs = made(wide, "meta", batch=4, seq_len=2**30, causal=True, padding=(1,))
-    assert inputs.query.is_meta
-    assert inputs.query.shape == (2**30, 4, 2**14)
-    assert inputs.attn_mask is not None
-    assert inputs.attn_mask.shape == (2**30, 2**30)
 
 
 def test_causal_is_torchs_own_causal_mask_and_with_more_keys_aligns_the_first_ones() -> None:
     expected = torch.nn.Transformer.generate_square_subsequent_mask(5) == float("-inf")
-    assert torch.equal(made(seq_len=5, causal=True).attn_mask, expected)  # type: ignore[arg-type]
-    mask = made(seq_len=2, key_len=3, causal=True).attn_mask
+    assert torch.equal(inputs_of(seq_len=5, causal=True).attn_mask, expected)  # type: ignore[arg-type]
+    mask = inputs_of(seq_len=2, key_len=3, causal=True).attn_mask
     assert mask is not None
     assert mask.tolist() == [[False, True, True], [False, False, True]]
 
 
 def test_padding_marks_the_last_keys() -> None:
-    mask = made(batch=3, seq_len=3, padding=(0, 1, 3)).key_padding_mask
+    mask = inputs_of(batch=3, seq_len=3, padding=(0, 1, 3)).key_padding_mask
     assert mask is not None
     assert mask.tolist() == [[False, False, False], [False, False, True], [True, True, True]]
-    alone = made(seq_len=3, unbatched=True, padding=(2,)).key_padding_mask
+    alone = inputs_of(seq_len=3, unbatched=True, padding=(2,)).key_padding_mask
     assert alone is not None
     assert alone.tolist() == [False, True, True]
 
@@ -100,26 +91,19 @@ def test_a_file_of_one_tensor_is_the_query(name: str, tmp_path: Path) -> None:
         torch.save(query, path)
     else:
         pytest.importorskip("safetensors.torch").save_file({"x": query}, path)
-    inputs = made(input=path)
+    inputs = inputs_of(input=path)
     assert torch.equal(inputs.query, query)
     assert inputs.query is inputs.key is inputs.value
 
 
 def test_a_key_that_is_missing_is_the_query_and_a_value_the_key(tmp_path: Path) -> None:
     query, key = torch.randn(3, 5, 10), torch.randn(3, 7, 10)
-    inputs = made(input=saved(tmp_path / "a.pt", {"query": query, "key": key}))
+    inputs = inputs_of(input=saved(tmp_path / "a.pt", {"query": query, "key": key}))
     assert torch.equal(inputs.key, key)
     assert inputs.value is inputs.key
-    inputs = made(input=saved(tmp_path / "b.pt", {"query": query, "value": torch.randn(3, 5, 10)}))
+    inputs = inputs_of(input=saved(tmp_path / "b.pt", {"query": query, "value": torch.randn(3, 5, 10)}))
     assert inputs.key is inputs.query
     assert inputs.value is not inputs.key
-
-
-def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
-    array = torch.randn(2, 3, 10, dtype=torch.float64)
-    query = made(input=saved(tmp_path / "query.pt", array)).query
-    assert query.dtype == torch.float32
-    assert torch.equal(query, array.float())
 
 
 @pytest.mark.parametrize(
@@ -130,11 +114,9 @@ def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
             {},
             ["[3, 7, 12]", "`batch query embed`", "embed_dim 10 as the last", "--embed-dim 12"],
         ),
-        (torch.zeros(3, 7, 9), {}, ["Try --embed-dim 9"]),
         (torch.zeros(7, 10), {}, ["[7, 10]", "3 dimensions", "--unbatched"]),
         (torch.zeros(3, 7, 10), {"unbatched": True}, ["`query embed`", "2 dimensions", "Drop --unbatched"]),
         (torch.zeros(3, 7, 10, dtype=torch.int64), {}, ["int64", "floating-point", ".float()"]),
-        (torch.zeros(3, 7, 10, dtype=torch.complex64), {}, ["complex64", "floating-point"]),
         ({"query": torch.zeros(3, 7, 10), "mask": torch.zeros(1)}, {}, ["names mask", "query, key, value"]),
         ({"query": torch.zeros(3, 7, 10), "key": torch.zeros(3, 7, 11)}, {}, ["key", "kdim 10", "--set kdim=11"]),
         (torch.zeros(3, 7, 10), {"padding": (1, 2)}, ["2 numbers for batch 3"]),
@@ -145,7 +127,7 @@ def test_a_file_that_does_not_fit_is_answered_with_the_rule(
     content: Any, inputs: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises((InputError, SpecError)) as caught:
-        made(input=saved(tmp_path / "given.pt", content), **inputs)
+        inputs_of(input=saved(tmp_path / "given.pt", content), **inputs)
     assert [word for word in words if word not in str(caught.value)] == []
     assert str(caught.value).count("\n") <= 1
 
@@ -154,19 +136,11 @@ def test_masks_of_one_kind_are_merged_with_the_causal_one(tmp_path: Path) -> Non
     causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
     boolean = torch.zeros(5, 5, dtype=torch.bool)
     boolean[3, 2] = True
-    mask = made(seq_len=5, causal=True, attn_mask=saved(tmp_path / "b.pt", boolean)).attn_mask
+    mask = inputs_of(seq_len=5, causal=True, attn_mask=saved(tmp_path / "b.pt", boolean)).attn_mask
     assert torch.equal(mask, causal | boolean)  # type: ignore[arg-type]
     bias = torch.randn(2 * 2, 5, 5)
-    mask = made(batch=2, seq_len=5, causal=True, attn_mask=saved(tmp_path / "f.pt", bias)).attn_mask
+    mask = inputs_of(batch=2, seq_len=5, causal=True, attn_mask=saved(tmp_path / "f.pt", bias)).attn_mask
     assert torch.equal(mask, bias.masked_fill(causal, float("-inf")))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("numbers", [torch.randn(5, 5, dtype=torch.float64), torch.zeros(5, 5)])
-def test_an_additive_mask_is_in_the_layers_dtype_and_may_be_zeros(numbers: Tensor, tmp_path: Path) -> None:
-    mask = made(seq_len=5, attn_mask=saved(tmp_path / "m.pt", numbers)).attn_mask
-    assert mask is not None
-    assert mask.dtype == torch.float32
-    assert torch.equal(mask, numbers.float())
 
 
 @pytest.mark.parametrize(
@@ -175,12 +149,17 @@ def test_an_additive_mask_is_in_the_layers_dtype_and_may_be_zeros(numbers: Tenso
         (torch.zeros(7, 5, dtype=torch.bool), ["[7, 5]", "`query key` [5, 7]", "[6, 5, 7]"]),
         (torch.zeros(3, 2, 5, 7, dtype=torch.bool), ["`(batch heads) query key` [6, 5, 7]"]),
         (torch.eye(5, 7), ["float32 numbers 0 and 1", "booleans", "mask.bool()"]),
-        (torch.eye(5, 7, dtype=torch.int64), ["int64 numbers 0 and 1", "mask.bool()"]),
-        (torch.zeros(5, 7, dtype=torch.uint8), ["uint8 numbers 0 and 1"]),
         (torch.full((5, 7), 3), ["int64", "boolean", "mask.float()"]),
     ],
 )
 def test_a_mask_that_does_not_fit_is_answered_with_the_rule(mask: Tensor, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        made(batch=3, seq_len=5, key_len=7, attn_mask=saved(tmp_path / "mask.pt", mask))
+        inputs_of(batch=3, seq_len=5, key_len=7, attn_mask=saved(tmp_path / "mask.pt", mask))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
+    array = torch.randn(2, 3, 10, dtype=torch.float64)
+    query = inputs_of(input=saved(tmp_path / "query.pt", array)).query
+    assert query.dtype == torch.float32
+    assert torch.equal(query, array.float())

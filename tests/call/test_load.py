@@ -28,11 +28,11 @@ class Drawing(nn.Module):
 
 def test_every_run_of_a_seeded_subject_draws_the_same_and_leaves_the_generators() -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    own = Subject(Drawing(), (torch.zeros(3),), {}, seed=11)
-    first = own.plain()
-    assert torch.equal(first, own.plain())
-    assert torch.equal(first, own.recorded().returned)
-    assert not torch.equal(first, replace(own, seed=12).plain())
+    subject = Subject(Drawing(), (torch.zeros(3),), {}, seed=11)
+    first = subject.plain()
+    assert torch.equal(first, subject.plain())
+    assert torch.equal(first, subject.recorded().returned)
+    assert not torch.equal(first, replace(subject, seed=12).plain())
     assert torch.equal(before[0], torch.get_rng_state())
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
     torch.manual_seed(11), random.seed(11), np.random.seed(11)
@@ -41,16 +41,16 @@ def test_every_run_of_a_seeded_subject_draws_the_same_and_leaves_the_generators(
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_gradients_are_as_asked_and_put_back(grad: bool) -> None:
-    own = load_layer(AttentionSpec(embed_dim=6, num_heads=3), InputSpec(), RunSpec(grad=grad))
+    subject = load_layer(AttentionSpec(embed_dim=6, num_heads=3), InputSpec(), RunSpec(grad=grad))
     with torch.set_grad_enabled(not grad):
-        assert own.plain()[0].requires_grad is grad
+        assert subject.plain()[0].requires_grad is grad
         assert torch.is_grad_enabled() is not grad
 
 
 def test_a_target_says_what_it_was_made_with_and_called_with() -> None:
     target = Target(nn.Linear(6, 2), "torch.nn:Linear", {"in_features": 6}, notes=("Linear was built so.",))
-    own = subject_of(target, call_target(target, Asked(InputSpec(batch=2, seq_len=3))), seed=5)
-    report = trace(own)
+    subject = subject_of(target, call_target(target, Asked(InputSpec(batch=2, seq_len=3))), seed=5)
+    report = trace(subject)
     assert (report.layer.name, report.layer.spec, report.environment.seed) == ("Linear", {"in_features": 6}, 5)
     assert report.notes[0] == "Linear was built so."
     assert "input float32 [2, 3, 6]" in report.notes[1]

@@ -25,13 +25,17 @@ class Touches:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64]
+    ("dtype", "new"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.bool, True),
+        (torch.uint16, True),
+        (torch.complex64, False),
+    ],
 )
 def test_what_torch_saves_is_read_as_torch_reads_it(dtype: torch.dtype, new: bool, tmp_path: Path) -> None:
-    if dtype == torch.uint16 and not new:
-        pytest.skip("torch cannot read what it wrote")
     whole = (torch.arange(60).reshape(3, 4, 5) % 7).to(dtype)
     views = {
         "a": whole,
@@ -54,9 +58,9 @@ def test_a_library_of_safetensors_reads_the_same(tmp_path: Path) -> None:
     names = ("float32", "float16", "bfloat16", "int8", "bool", "float8_e4m3fn", "uint32", "int64")
     tensors = {name: (torch.arange(6).reshape(2, 3) % 2).to(getattr(torch, name)) for name in names}
     library.save_file(tensors, tmp_path / "x.safetensors")
-    for name, own in read_tensors(tmp_path / "x.safetensors").items():
-        assert own.dtype == tensors[name].dtype
-        assert torch.equal(own.float(), tensors[name].float())
+    for name, tensor in read_tensors(tmp_path / "x.safetensors").items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor.float(), tensors[name].float())
     assert list(content_of(tmp_path / "x.safetensors", (".safetensors",))["int8"].shape) == [2, 3]
 
 

@@ -33,30 +33,23 @@ def axes(function: Callable[[Tensor], Tensor], *shape: int) -> str:
 
 CASES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("a b (c d)", lambda x: x.flatten(2)),
-    ("(a b) c d", lambda x: x.flatten(0, 1)),
     ("a b c d", lambda x: x.flatten(1, 2).view(2, 3, 5, 7)),
     ("a c b d", lambda x: x.transpose(1, 2)),
     ("d c b a", lambda x: x.permute(3, 2, 1, 0).contiguous()),
     ("a 1 b c d", lambda x: x[:, None]),
-    ("a b c d", lambda x: x[:, None].squeeze(1)),
     ("a 11 b c d", lambda x: x[:, None].expand(2, 11, 3, 5, 7)),
     ("a b (11 c) d", lambda x: x.repeat(1, 1, 11, 1)),
     ("a b (c 11) d", lambda x: x.repeat_interleave(11, dim=2)),
     ("a b d", lambda x: x[:, :, 2]),
     ("a b 4 d", lambda x: x[:, :, 1:]),
-    ("a b c d", lambda x: torch.cat((x[:, :, :2], x[:, :, 2:] * 2), dim=2)),
     ("a b c d", lambda x: torch.cat((x[..., 4:], -x[..., :4]), dim=-1)),
     ("a b c d", lambda x: torch.cat(x.split([2, 3], dim=2)[::-1], dim=2)),
     ("a b c d", lambda x: torch.cat((torch.randn(2, 3, 4, 7), x), dim=2)[:, :, 4:]),
-    ("a b 9 d", lambda x: torch.cat((torch.randn(2, 3, 4, 7), x), dim=2)),
     ("a b c d", lambda x: torch.cat((torch.tensor([]), x), dim=2)),
     ("a b 4 c d", lambda x: torch.stack([x] * 4, dim=2)),
     ("a b c d", lambda x: torch.stack(x.unbind(1), dim=1) + x),
     ("a b c 1", lambda x: x.sum(-1, keepdim=True)),
     ("a b d", lambda x: x.mean(2)),
-    ("a b c 1", lambda x: x.norm(dim=-1, keepdim=True)),
-    ("a b c d", lambda x: torch.nn.functional.normalize(x, dim=2)),
-    ("a b c 11", lambda x: x @ torch.randn(2, 3, 7, 11)),
     ("a b c 5", lambda x: x @ x.transpose(-1, -2)),
     ("a b c d", lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x),
     ("a b c d", lambda x: torch.randn(3, 1, 7) + x),
@@ -65,7 +58,6 @@ CASES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("a b 3 d 3", lambda x: x.unfold(2, 3, 1)),
     ("a b c 7", lambda x: x.gather(3, torch.zeros(2, 3, 5, 7, dtype=torch.long))),
     ("a b 4 d", lambda x: x.index_select(2, torch.tensor([0, 1, 1, 3]))),
-    ("a b 2 d", lambda x: x[:, :, torch.tensor([0, 4])]),
     ("a b c d", lambda x: x.clone().mul_(2).masked_fill_(x > 0, 0.0)),
     ("a b c d", lambda x: torch.nn.functional.layer_norm(x, (7,))),
 )
@@ -108,9 +100,9 @@ def test_the_key_of_self_attention_is_another_axis_than_its_query() -> None:
     key.twins = (query,)
     assert not unify((query,), (key,))
     assert not unify((key,), (query,))
-    other = Axis(5)
-    assert unify((key,), (other,))
-    assert not unify((query,), (other,))
+    same_as_key = Axis(5)
+    assert unify((key,), (same_as_key,))
+    assert not unify((query,), (same_as_key,))
 
 
 def test_a_split_is_known_wherever_its_axis_is_used() -> None:
@@ -135,9 +127,9 @@ def test_axes_of_different_size_are_never_one() -> None:
 def test_two_orders_of_the_same_pieces_are_not_one_axis():
     """Pairs of features beside halves of them: to say that they are one would make an axis a part of itself."""
     halves, pairs = Axis(4), Axis(2)
-    whole, other = Axis(8), Axis(8)
+    whole, backwards = Axis(8), Axis(8)
     assert unify((whole,), (halves, pairs))
     assert not unify((whole,), (pairs, halves))
-    assert unify((other,), (pairs, halves))
-    assert not unify((whole,), (other,))
-    assert [[atom.size for atom in resolve((one,))] for one in (whole, other)] == [[4, 2], [2, 4]]
+    assert unify((backwards,), (pairs, halves))
+    assert not unify((whole,), (backwards,))
+    assert [[atom.size for atom in resolve((axis,))] for axis in (whole, backwards)] == [[4, 2], [2, 4]]

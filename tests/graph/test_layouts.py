@@ -138,7 +138,7 @@ MOVES: dict[str, Callable[[Random, Tensor, int], Tensor]] = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     shape=st.sampled_from([(24,), (6, 4), (2, 3, 4), (12, 5), (3, 10), (4, 6, 2)]),
     names=st.lists(st.sampled_from([*MOVES]), max_size=8),
@@ -166,15 +166,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two matrices in one": lambda a, b: torch.cat([a, b])[3:9].view(2, 3, 4).transpose(0, 1),
     "columns of two": lambda a, b: torch.cat([a, torch.zeros(6, 1), b], 1).view(6, 3, 3),
     "one of a stack": lambda a, b: torch.stack([a, b], 1).unbind(1)[1],
-    "rows of a stack": lambda a, b: torch.stack([a, b]).permute(1, 0, 2).flatten(0, 1)[::3],
-    "a padded matrix": lambda a, b: nn.functional.pad(a, (1, -1, 0, 2)),
-    "padded with a number": lambda a, b: nn.functional.pad(a, (1, 1), value=3.0) * torch.tensor([0.0, 1, 1, 1, 1, 0]),
     "padded with infinity": lambda a, b: nn.functional.pad(a, (1, 1), value=-torch.inf).clamp(min=0),
     "cleared": lambda a, b: torch.cat([cleared(a), b]),
-    "every other column": lambda a, b: every_other(a),
-    "halves of a buffer": lambda a, b: halves(torch.cat([b, a])),
     "a buffer in turns": lambda a, b: filled(a, b),
-    "a diagonal": lambda a, b: a.diagonal(),
     "pairs as complex numbers": lambda a, b: torch.view_as_real(torch.view_as_complex(a.view(6, 2, 2)).mT),
     "windows that overlap": lambda a, b: a.as_strided((4, 3), (4, 2)),
     "channels of patches": lambda a, b: nn.functional.unfold(a.view(1, 2, 3, 4), 2),
@@ -185,12 +179,6 @@ def cleared(a: Tensor) -> Tensor:
     buffer = a.clone()
     buffer[2:].zero_()
     return buffer
-
-
-def every_other(a: Tensor) -> Tensor:
-    buffer = torch.zeros(6, 8)
-    buffer[:, ::2] = a
-    return buffer[:, :7].T
 
 
 def halves(both: Tensor) -> Tensor:
@@ -251,12 +239,6 @@ def test_a_mean_of_features_is_made_of_none_and_changes_nothing() -> None:
     assert indices(normed, "project.weight") == [[0, 1, 2, 3, 4, 5]] * 2
     pooled, _ = layout_of(Projected(lambda y: y.mean(1)), torch.randn(2, 5, 4))
     assert indices(pooled, "project.weight") == [[0, 1, 2, 3, 4, 5]] * 2
-
-
-def test_what_a_second_product_reads_is_lost() -> None:
-    second = nn.Linear(6, 3)
-    layout, _ = layout_of(Projected(second), torch.randn(2, 5, 4))
-    assert {source.of for source in layout.spans} == {"after.weight", "after.bias"}
 
 
 def test_memory_outside_of_a_tensor_is_made_of_none() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mha_inspect.graph.dataflow import Graph
-from mha_inspect.graph.find import attentions_of
-
 from ..recorded import record
 
 
@@ -40,16 +37,3 @@ def test_one_call_of_several_operations_stays_one():
 
 def test_what_is_between_two_of_the_same_keeps_them_apart():
     assert calls_of(lambda x: x.exp().neg().exp(), X) == [["exp"], ["neg"], ["exp"]]
-
-
-def test_values_that_are_weighted_twice_have_a_context_after_the_first():
-    q, k, v = (torch.randn(7, 3, 12, 5) for _ in range(3))
-
-    def forward(q, k, v):
-        weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
-        for _ in range(2):
-            v = weights @ v
-        return v.transpose(1, 2).flatten(2)
-
-    (found,) = attentions_of(Graph(record(forward, q, k, v)[0]))
-    assert found.stages["context"].shape == (7, 3, 12, 5)

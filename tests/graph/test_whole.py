@@ -54,15 +54,14 @@ def softmax_by_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal: each query with the keys so far."""
-    made = []
+    contexts = []
     for token in range(q.shape[2]):
         weights = (q[:, :, token : token + 1] @ k[:, :, : token + 1].mT * 0.3).softmax(-1)
-        made.append(weights @ v[:, :, : token + 1])
-    return torch.cat(made, 2)
+        contexts.append(weights @ v[:, :, : token + 1])
+    return torch.cat(contexts, 2)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize("tokens", [2, 3, 5, 8])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 2), (3, 8)])
 def test_an_attention_is_measured_at_any_size(batch: int, tokens: int) -> None:
     whole = measured(softmax_by_key, batch, tokens)
     assert whole is not None
@@ -70,7 +69,7 @@ def test_an_attention_is_measured_at_any_size(batch: int, tokens: int) -> None:
     assert whole.scale == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("tokens", [3, 5, 8])
+@pytest.mark.parametrize("tokens", [3, 8])
 def test_a_causal_loop_is_one_causal_attention(tokens: int) -> None:
     whole = measured(in_turn, tokens=tokens)
     assert whole is not None
@@ -95,11 +94,8 @@ def test_the_bias_is_that_of_the_formula() -> None:
 
 NO_ATTENTION: dict[str, Mix] = {
     "gates": lambda q, k, v: torch.sigmoid(q) * k.tanh() * v,
-    "sums": lambda q, k, v: q + k + v,
     "relu": lambda q, k, v: (q @ k.mT).relu() @ v / TOKENS,
-    "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT) @ v,
     "sigmoid, divided": lambda q, k, v: F.normalize(torch.sigmoid(q @ k.mT), p=1, dim=-1) @ v,
-    "squares": lambda q, k, v: F.normalize((q @ k.mT).square(), p=1, dim=-1) @ v,
     "linear attention": lambda q, k, v: (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v),
     "over features": lambda q, k, v: v @ (q.mT @ k).softmax(-1),
     "another temperature for each query": lambda q, k, v: (q @ k.mT * q.norm(dim=-1, keepdim=True)).softmax(-1) @ v,
@@ -107,11 +103,8 @@ NO_ATTENTION: dict[str, Mix] = {
         (lambda s: s.masked_fill(s < s.amax(-1, keepdim=True) - 0.5, -1e9))(q @ k.mT).softmax(-1) @ v
     ),
     "weights twice": lambda q, k, v: (lambda w: w @ (w @ v))((q @ k.mT).softmax(-1)),
-    "a capped score": lambda q, k, v: (torch.tanh(q @ k.mT)).softmax(-1) @ v,
     "a bias of the values": lambda q, k, v: (q @ k.mT + v.sum(-1)[..., None, :]).softmax(-1) @ v,
-    "a cubic product": lambda q, k, v: (q @ k.mT * (q * q).sum(-1, keepdim=True)).softmax(-1) @ v,
     "distances": lambda q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v,
-    "a mean beside": lambda q, k, v: (q @ k.mT).softmax(-1) @ v + v.mean(2, keepdim=True),
     "a residual": lambda q, k, v: (q @ k.mT).softmax(-1) @ v + v,
     "the last of the keys left out of the sum": lambda q, k, v: (lambda e: e @ v / e[..., :-1].sum(-1, keepdim=True))(
         (q @ k.mT).exp()
@@ -169,13 +162,3 @@ def test_steps_with_other_numbers_than_the_run_are_not_shown(monkeypatch: pytest
     monkeypatch.setattr(written_out, "whole_attention", with_another_scale)
     run = Subject(module, (x,), {}, grad=False).recorded(keep=True)
     assert run.recording is run.recorded
-
-
-@torch.no_grad()
-def test_the_output_of_the_run_is_that_of_a_plain_one() -> None:
-    torch.manual_seed(0)
-    module, x = Mixed(softmax_by_key).eval(), torch.randn(BATCH, TOKENS, WIDTH)
-    run = Subject(module, (x,), {}, grad=False).recorded(keep=True)
-    assert len(run.attentions) == 1
-    assert torch.equal(run.returned, module(x))
-    assert len(run.recorded.ops) > len(run.recording.ops)

@@ -29,11 +29,11 @@ class Inputs:
     tensors: tuple[Tensor, Tensor, Tensor]
 
     def into(self, name: str, layer: nn.Module, **run: Any) -> Subject:
-        own = layer_called(layer, self.spec, self.asked, RunSpec(**run), name)
-        drawn = call_with(layer, own.args, own.kwargs, "drawn from the seed")
+        subject = layer_called(layer, self.spec, self.asked, RunSpec(**run), name)
+        drawn = call_with(layer, subject.args, subject.kwargs, "drawn from the seed")
         given = Call((), dict(zip(("query", "key", "value"), self.tensors, strict=True)), "")
         same = with_the_same(drawn, layer, replace(given, batch_first=drawn.batch_first), layer)
-        return replace(own, args=same.args, kwargs=same.kwargs)
+        return replace(subject, args=same.args, kwargs=same.kwargs)
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,13 @@ from dataclasses import replace
 import pytest
 
 from mha_inspect.errors import SpecError
-from mha_inspect.layers.spec import AttentionSpec, plain_fields
+from mha_inspect.layers.spec import AttentionSpec
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():
     spec = AttentionSpec(embed_dim=30, num_heads=5)
     assert spec.head_dim == 6
     assert replace(spec, num_heads=3).head_dim == 10
-    assert not spec.head_dim_given
-
-
-def test_none_is_not_given():
-    spec = AttentionSpec(embed_dim=30, num_heads=5, head_dim=None)
-    assert spec.head_dim == 6
     assert not spec.head_dim_given
 
 
@@ -51,7 +45,3 @@ def test_a_given_head_dim_needs_no_division():
 def test_contradictions_are_named(settings, message):
     with pytest.raises(SpecError, match=f"(?i){message}"):
         AttentionSpec(**settings)
-
-
-def test_json_has_the_resolved_head_dim():
-    assert plain_fields(AttentionSpec(embed_dim=30, num_heads=5))["head_dim"] == 6

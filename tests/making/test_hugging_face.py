@@ -21,7 +21,6 @@ from mha_inspect.making.hugging_face import NetworkNeededError
 from mha_inspect.making.target import Target, TargetSpec, load_target
 from mha_inspect.making.vocabulary import Flags
 
-from ..built import trace_module
 from ..hf_sizes import settings_of
 
 
@@ -115,7 +114,6 @@ CLIP = {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_conf
         ("hf:vit", {**SMALL, "image_size": "32"}, {"pixel_values": (3, 3, 32, 32)}),
         ("hf:clip", CLIP, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
         ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
-        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
         ("hf:dac", settings_of("dac"), {"input_values": (3, 1, 2560)}),
         ("hf:vilt", {**SMALL, "image_size": "32"}, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
     ],
@@ -126,7 +124,7 @@ def test_inputs_are_what_the_model_takes(text, settings, shapes):
     runs(target)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl_vision", "gemma4_vision"])
+@pytest.mark.parametrize("kind", ["gemma4_vision"])
 def test_what_a_configuration_does_not_tell_is_refused_with_the_function_to_write(kind):
     with pytest.raises(
         InputError, match=r"needs \w+, which cannot be guessed\. Give --input-shape(?s:.*)return module, \(\), dict"
@@ -198,11 +196,7 @@ def test_what_does_not_fit_is_refused_and_meta_is_not(invoke, monkeypatch):
     assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
 
 
-RUNS = ["bart", "deepseek_v2", "deepseek_v3", "gpt2", "jamba", "laguna", "hrm_text", "qwen3_next", "qwen3_vl", "hiera"]
-RUNS += ["bamba", "dpt", "hunyuan_v1_dense", "nemotron", "lfm2_moe"]
-
-
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", ["bart", "deepseek_v3", "jamba", "qwen3_next", "hiera"])
 def test_what_a_model_takes_is_what_runs(kind):
     runs(load(f"hf:{kind}", settings_of(kind)))
 
@@ -213,11 +207,6 @@ def test_small_is_refused_with_the_sizes_to_give(invoke):
     assert "--set small" in err
     assert "--set num_hidden_layers=2 --set hidden_size=64" in err
     assert "--device meta" in err
-
-
-def test_the_settings_that_are_advised_make_a_model_small():
-    module = load("hf:llama", {"num_hidden_layers": "2", "hidden_size": "64"}).module
-    assert (len(module.layers), module.embed_tokens.weight.shape[1]) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -269,14 +258,3 @@ def test_code_that_a_configuration_names_is_not_run(saved):
     (saved / "config.json").write_text(json.dumps(config))
     (saved / "evil.py").write_text("raise SystemExit('it was run')\n")
     assert type(load(f"hf:{saved}").module).__name__ == "BertModel"
-
-
-def test_key_heads_are_counted_where_no_projection_tells_them():
-    """Queries and keys that are convolved as one: the axis of the heads is another one after it."""
-    if "zaya" not in transformers.CONFIG_MAPPING:
-        pytest.skip("this transformers has no such type")
-    target = load("hf:zaya", settings_of("zaya"))
-    first, *_ = trace_module(target.module, torch.arange(14).view(2, 7)).attentions
-    config = target.module.config
-    assert (first.num_heads, first.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
-    assert {stage.name: stage.axes for stage in first.stages}["k_heads"] == "batch kv_heads key head_dim"

@@ -83,13 +83,6 @@ def test_configs_are_built_too(name, settings, width, heads):
     assert name != "make" or len(module) == 3
 
 
-def test_flags_reach_a_config():
-    target = load("GPT", {"n_layer": "3"}, flags=flags(embed_dim=22, num_heads=11))
-    assert (len(target.module.blocks), target.module.tokens.embedding_dim) == (3, 22)
-    assert target.passed["config.n_embd"] == 22
-    assert load("GPT").passed["config.n_embd"] == 14
-
-
 def test_a_config_whose_dataclass_the_signature_does_not_name_is_given_by_hand():
     with pytest.raises(SpecError) as refused:
         load("FromDict", flags=flags(embed_dim=21, num_heads=3))
@@ -145,14 +138,12 @@ def test_files_of_one_name_are_two(tmp_path, monkeypatch):
         ("Nope", {}, ["no Nope", "Configured"]),
         ("Tutoriall", {}, ["Did you mean Tutorial?"]),
         ("Plain", {}, ["class Plain", "torch.nn.Module"]),
-        ("SETTINGS", {}, ["of type dict", "torch.nn.Module"]),
         ("make_nothing", {}, ["returned an int", "torch.nn.Module"]),
         ("attention", {}, ["query, key, value", "forward of a torch.nn.Module"]),
         ("Refusing", {"dim": "5", "heads": "2"}, ["Refusing(dim=5, heads=2)", "AssertionError", "dim % heads"]),
         ("Tutorial", {"d_modle": "3"}, ["d_modle", "d_model, h, dropout", "Did you mean d_model?"]),
         ("Tutorial", {"h": "two"}, ["--set h=two", "a whole number"]),
         ("GPT", {"config.n_lyer": "2"}, ["config.n_lyer", "config.n_layer"]),
-        ("ready", {"depth": "2"}, ["depth"]),
     ],
 )
 def test_what_cannot_be_built(name, settings, said):
@@ -176,8 +167,6 @@ def test_a_flag_that_nothing_takes():
         ("import no_such_library\n", ["ModuleNotFoundError", "no_such_library", "broken.py:1"]),
         ("x = 1\ndef f(:\n", ["SyntaxError", "broken.py:2"]),
         ("x = 1\n\nassert x == 2, 'x must be 2'\n", ["AssertionError: x must be 2", "broken.py:3"]),
-        ("assert 1 == 2\n", ["AssertionError: assert 1 == 2"]),
-        ("raise SystemExit(3)\n", ["SystemExit", "3"]),
         ("raise ValueError('a\\nb\\x1b[2J')\n", ["ValueError: a"]),
     ],
 )
@@ -197,11 +186,8 @@ def test_one_line_of_an_import_that_fails(tmp_path, monkeypatch, content, said):
     [
         ("absent.py:X", ["absent.py does not exist"]),
         ("no.such.package:X", ["no module no"]),
-        ("torch.nn.no_such:X", ["no module torch.nn.no_such"]),
         (STYLES, ["missing the name of a class"]),
         ("torch.nn", ["package.module:Name"]),
-        ("torch.nn:", ["package.module:Name"]),
-        ("torch nn:X", ["package.module:Name"]),
         ("torch.nn:functional", ["of type module"]),
     ],
 )
@@ -226,13 +212,12 @@ def test_what_a_target_prints_does_not_reach_stdout(capfd):
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["cpu", "meta"])
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("meta", "float16")])
 def test_every_machine_has_these(name: str, dtype: str) -> None:
     assert resolve(name, dtype) == torch.device(name)
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "tpu", "", "CPU", "cpu:7"])
+@pytest.mark.parametrize("name", ["cuda:99", "tpu", "cpu:7"])
 def test_what_is_not_here_is_answered_with_what_is(name: str) -> None:
     with pytest.raises(DeviceError) as caught:
         resolve(name, "float32")

@@ -10,7 +10,7 @@ import torch
 
 from mha_inspect.errors import SpecError
 from mha_inspect.making.arguments import convert, parse_settings
-from mha_inspect.making.vocabulary import ALIASES, Flags, flag_of, plain
+from mha_inspect.making.vocabulary import ALIASES, flag_of, plain
 
 EMPTY = Parameter.empty
 
@@ -87,9 +87,3 @@ def test_no_alias_means_two_flags():
 )
 def test_names_that_well_known_models_and_tutorials_use(flag, names):
     assert {name: flag_of(name) for name in names.split()} == dict.fromkeys(names.split(), flag)
-
-
-def test_flags_that_nobody_set_follow_from_others():
-    flags = Flags({"embed_dim": 35, "num_heads": 5, "kdim": None})
-    assert (flags.value("head_dim"), flags.value("kdim"), flags.value("num_kv_heads")) == (7, 35, 5)
-    assert Flags({"embed_dim": 10, "num_heads": 3}).value("head_dim") is None

@@ -42,12 +42,6 @@ def test_one_element_and_none() -> None:
     assert empty.nan == 2
 
 
-def test_meta_has_no_content() -> None:
-    tensor = torch.empty(3, device="meta")
-    assert stats_of(tensor) is None
-    assert values_of(tensor, Show()) is None
-
-
 def test_values_are_what_torch_prints() -> None:
     tensor = torch.randn(40, 40, requires_grad=True)
     values = values_of(tensor, Show())
@@ -66,15 +60,6 @@ def test_torchs_print_options_are_not_read_and_not_changed() -> None:
         torch.set_printoptions(profile="default")
     assert values is not None
     assert values.text == "tensor([1.0000, 1.0005, 1.0010,  ..., 1.9990, 1.9995, 2.0000])"
-
-
-def test_every_element_for_a_machine() -> None:
-    values = values_of(torch.tensor([[1.0, math.inf]]), Show(full_values=True))
-    assert values is not None
-    assert values.data == [[1.0, math.inf]]
-    alone = values_of(torch.tensor(True), Show(full_values=True))
-    assert alone is not None
-    assert alone.data == [True]
 
 
 def test_all_numbers_are_written_as_python_writes_them() -> None:

@@ -24,9 +24,9 @@ def halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def explained(left: Tensor, right: Tensor, **sizes: int) -> Reordering:
-    found = explain(left, right, {"head_dim": WIDTH, **sizes})
-    assert found is not None
-    return found
+    reordering = explain(left, right, {"head_dim": WIDTH, **sizes})
+    assert reordering is not None
+    return reordering
 
 
 PATTERNS = [
@@ -40,25 +40,25 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("before", "after", "parts"), PATTERNS)
-@pytest.mark.parametrize("heads", [2, 3, 5, 8])
+@pytest.mark.parametrize("heads", [3, 8])
 def test_the_name_of_an_order_is_the_pattern_that_gives_it(before: str, after: str, parts: int, heads: int) -> None:
     sizes = {"qkv": 3, "heads": heads, "head_dim": WIDTH, "two": 2, "half": WIDTH // 2}
     lengths = {axis: size for axis, size in sizes.items() if axis in before}
     left = drawn(heads * WIDTH * parts)
     right = rearrange(left, f"{before} e -> {after} e", **lengths)
-    found = explained(left, right, heads=heads, kv_heads=heads, parts=parts)
-    assert found.is_exact
+    reordering = explained(left, right, heads=heads, kv_heads=heads, parts=parts)
+    assert reordering.is_exact
     # An order that is its own inverse, as of 3 heads and q, k, v, has one name for both ways.
     pattern, inverse = f"{before} -> {after}", f"{after} -> {before}"
-    (named,) = [named for named in found.names if named.pattern in (pattern, inverse)]
+    (named,) = [named for named in reordering.names if named.pattern in (pattern, inverse)]
     assert named.pattern == pattern or "on one side" in named.meaning
     # The line that is printed runs, and gives the right side.
-    line = named.line("w", found.axis, 2)
+    line = named.line("w", reordering.axis, 2)
     assert torch.equal(eval(line, {"rearrange": rearrange, "w": left}), right)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6])
-def test_columns_and_transposed_matrices_are_rows_too(heads: int) -> None:
+def test_columns_and_transposed_matrices_are_rows_too() -> None:
+    heads = 4
     left = drawn(3 * heads * WIDTH)
     right = rearrange(left, "(qkv heads head_dim) e -> (heads qkv head_dim) e", qkv=3, heads=heads)
     columns = explained(left.T.contiguous(), right.T.contiguous(), heads=heads, kv_heads=heads)
@@ -71,15 +71,18 @@ def test_keys_permuted_with_the_number_of_query_heads_are_told() -> None:
     heads, kv_heads = 4, 2
     weight = drawn(kv_heads * WIDTH)
     right, wrong = halves(weight, kv_heads), halves(weight, heads)
-    found = explained(right, wrong, heads=heads, kv_heads=kv_heads, parts=1)
-    assert "rotary halves as if of 4 heads, not 2" in found.names[0].meaning
+    reordering = explained(right, wrong, heads=heads, kv_heads=kv_heads, parts=1)
+    assert "rotary halves as if of 4 heads, not 2" in reordering.names[0].meaning
 
 
 def test_pruned_heads_are_named() -> None:
     weight = drawn(4 * WIDTH)
     kept = weight.view(4, WIDTH, EMBED)[[0, 1, 3]].reshape(-1, EMBED)
-    found = explained(weight, kept, heads=4, kv_heads=4, parts=1)
-    assert (found.names[0].pattern, found.names[0].meaning) == ("heads 0–1, 3 of 4", "without head 2 (pruned)")
+    reordering = explained(weight, kept, heads=4, kv_heads=4, parts=1)
+    assert (reordering.names[0].pattern, reordering.names[0].meaning) == (
+        "heads 0–1, 3 of 4",
+        "without head 2 (pruned)",
+    )
 
 
 @pytest.mark.parametrize("repeat", ["repeat_interleave", "repeat"])
@@ -87,15 +90,8 @@ def test_shared_heads_may_be_repeated(repeat: str) -> None:
     weight = drawn(2 * WIDTH)
     heads = weight.view(2, WIDTH, EMBED)
     whole = heads.repeat_interleave(3, 0) if repeat == "repeat_interleave" else heads.repeat(3, 1, 1)
-    found = explained(weight, whole.reshape(-1, EMBED), heads=6, kv_heads=2, parts=1)
-    assert found.names[0].pattern == f"{repeat}(3)"
-
-
-def test_rounded_rows_are_found_by_the_nearest() -> None:
-    weight = drawn(4 * WIDTH)
-    found = explained(weight, halves(weight, 4).bfloat16().float(), heads=4, kv_heads=4, parts=1)
-    assert found.names[0].pattern == "(heads half two) -> (heads two half)"
-    assert 0 < found.remaining < 0.01
+    reordering = explained(weight, whole.reshape(-1, EMBED), heads=6, kv_heads=2, parts=1)
+    assert reordering.names[0].pattern == f"{repeat}(3)"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +103,8 @@ def test_rounded_rows_are_found_by_the_nearest() -> None:
         drawn(32),
         torch.cat([drawn(8, seed=3), drawn(32)[8:]]),
         torch.zeros(32, EMBED),
-        drawn(32) + 2 * drawn(32, seed=4),
     ],
-    ids=["other", "scaled", "trained", "equal", "one head trained", "zeros", "trained long"],
+    ids=["other", "scaled", "trained", "equal", "one head trained", "zeros"],
 )
 def test_what_is_not_the_same_rows_is_not_explained(right: Tensor) -> None:
     assert explain(drawn(32), right, {"heads": 4, "kv_heads": 4, "head_dim": WIDTH}) is None
@@ -123,20 +118,27 @@ def test_equal_rows_have_no_order() -> None:
 
 
 @given(seed=st.integers(0, 10**6), rows=st.sampled_from([6, 8, 24, 32]), columns=st.sampled_from([1, 3, 8, 32]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_two_drawn_matrices_are_never_explained(seed: int, rows: int, columns: int) -> None:
     left, right = drawn(rows, columns, seed), drawn(rows, columns, seed + 10**7)
     assert explain(left, right, {"heads": 4, "kv_heads": 2, "head_dim": rows // 4 or 1}) is None
 
 
 @given(order=st.permutations(range(16)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_order_is_found_as_it_is(order: list[int]) -> None:
     left = drawn(16)
-    found = explain(left, left[order], {"heads": 2, "kv_heads": 2, "head_dim": WIDTH})
-    assert (found is None) == (order == [*range(16)])
-    if found is not None:
-        assert list(found.order) == order
-        for named in found.names:
+    reordering = explain(left, left[order], {"heads": 2, "kv_heads": 2, "head_dim": WIDTH})
+    assert (reordering is None) == (order == [*range(16)])
+    if reordering is not None:
+        assert list(reordering.order) == order
+        for named in reordering.names:
             line = named.line("w", "rows", 2)
             assert not line or torch.equal(eval(line, {"rearrange": rearrange, "w": left}), left[order])
+
+
+def test_rounded_rows_are_found_by_the_nearest() -> None:
+    weight = drawn(4 * WIDTH)
+    reordering = explained(weight, halves(weight, 4).bfloat16().float(), heads=4, kv_heads=4, parts=1)
+    assert reordering.names[0].pattern == "(heads half two) -> (heads two half)"
+    assert 0 < reordering.remaining < 0.01

@@ -33,8 +33,8 @@ def test_what_is_not_finite_is_equal_beside_itself_and_infinitely_far_from_the_r
     nan, inf = math.nan, math.inf
     assert distances(torch.tensor([nan, inf, -inf, 1.0]), torch.tensor([nan, inf, -inf, 1.0])) == (0.0, 0.0)
     assert distances(torch.tensor([nan, 1.0]), torch.tensor([nan, 1.5])) == (0.5, 0.5)
-    for other in (0.0, nan, -inf):
-        assert distances(torch.tensor([inf, 1.0]), torch.tensor([other, 1.0]))[0] == inf
+    for unequal in (0.0, nan, -inf):
+        assert distances(torch.tensor([inf, 1.0]), torch.tensor([unequal, 1.0]))[0] == inf
 
 
 def exactly() -> float:
@@ -54,17 +54,17 @@ def test_scores_of_other_head_counts_are_compared_by_their_mean():
 def test_heads_of_another_width_are_compared_side_by_side():
     whole = torch.arange(2 * 5 * 12.0).view(2, 5, 12)
     two, three = (rearrange(whole, "b q (h d) -> b h q d", h=heads) for heads in (2, 3))
-    found = compare_stage("context", two, three, exactly)
-    assert (found.verdict, found.compared) == ("same", "the heads side by side")
+    comparison = compare_stage("context", two, three, exactly)
+    assert (comparison.verdict, comparison.compared) == ("same", "the heads side by side")
     assert compare_stage("context", two, three.flip(1), exactly).verdict == "differs"
 
 
 def test_what_cannot_be_subtracted_says_why():
-    found = compare_stage("q_proj", torch.zeros(1, 2, 6), torch.zeros(1, 2, 12), exactly)
-    assert (found.verdict, found.max_abs_difference) == ("differs", None)
-    assert "[1, 2, 6] and [1, 2, 12]" in found.note
-    found = compare_stage("context", torch.zeros(1, 2, 5, 6), torch.zeros(1, 3, 5, 6), exactly)
-    assert found.max_abs_difference is None
+    comparison = compare_stage("q_proj", torch.zeros(1, 2, 6), torch.zeros(1, 2, 12), exactly)
+    assert (comparison.verdict, comparison.max_abs_difference) == ("differs", None)
+    assert "[1, 2, 6] and [1, 2, 12]" in comparison.note
+    comparison = compare_stage("context", torch.zeros(1, 2, 5, 6), torch.zeros(1, 3, 5, 6), exactly)
+    assert comparison.max_abs_difference is None
 
 
 def test_the_noise_floor_is_measured_only_where_it_is_needed():

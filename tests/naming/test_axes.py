@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_inspect.graph.dataflow import Graph
-from mha_inspect.graph.dimensions import Axis
 from mha_inspect.graph.find import attentions_of
-from mha_inspect.naming.axes import AxisNames, name_dimension
+from mha_inspect.naming.axes import AxisNames
 
 from ..recorded import record_opened
 
@@ -22,9 +21,9 @@ def named(module: nn.Module, *args: Tensor, **kwargs: object) -> tuple[AxisNames
     with torch.no_grad():
         recording, _ = record_opened(module, *args, **kwargs)
     dimensions = Graph(recording).dimensions
-    (found,) = attentions_of(Graph(recording))
-    names = AxisNames(found, dimensions)
-    return names, {s: names.of_stage(s) for s in found.stages}, [names.of(out.tensor) for out in recording.outputs]
+    (attention,) = attentions_of(Graph(recording))
+    names = AxisNames(attention, dimensions)
+    return names, {s: names.of_stage(s) for s in attention.stages}, [names.of(out.tensor) for out in recording.outputs]
 
 
 def test_torchs_layer() -> None:
@@ -56,20 +55,6 @@ def test_widths_of_their_own_have_names_of_their_own() -> None:
     assert stages["key"] == "batch key kdim"
     assert stages["value"] == "batch key vdim"
     assert stages["query"] == stages["output"] == "batch query embed"
-
-
-def test_the_sequence_first_and_no_batch() -> None:
-    _, first, _ = named(nn.MultiheadAttention(E, 3), *[torch.randn(N, B, E)] * 3)
-    assert first["query"] == first["output"] == "query batch embed"
-    _, alone, returned = named(nn.MultiheadAttention(E, 3), *[torch.randn(N, E)] * 3)
-    assert alone["query"] == alone["output"] == "query embed"
-    assert returned == ["query embed", "query key"]
-
-
-def test_the_weights_of_each_head_are_returned_by_name() -> None:
-    layer = nn.MultiheadAttention(E, 3, batch_first=True)
-    _, _, returned = named(layer, *[torch.randn(B, N, E)] * 3, average_attn_weights=False)
-    assert returned[1] == "batch heads query key"
 
 
 class OwnSizes(nn.Module):
@@ -125,31 +110,3 @@ class ChannelsFirst(nn.Module):
 def test_features_that_move_away_from_the_end_take_their_name_along(back: bool, axes: str) -> None:
     _, stages, returned = named(ChannelsFirst(back).eval(), torch.randn(3, 5, 22))
     assert (stages["output"], returned) == ("batch query embed", [axes])
-
-
-def test_features_of_which_a_part_is_looked_at_apart_are_whole_where_they_stand_in_order() -> None:
-    """Turned in part by one table, queries and keys have parts in common, and what counts the parts each of its own."""
-    heads, own, other, pairs, pair = (Axis(size) for size in (3, 2, 2, 8, 2))
-    groups = [("heads", (heads,)), ("head_dim", (own, pairs, pair))]
-    assert name_dimension((heads, other, pairs, pair), groups) == ["heads", "head_dim"]
-    assert name_dimension((heads, pairs, other, pair), groups) == ["heads", "head_dim_2", other, "head_dim_3"]
-    assert name_dimension((other, Axis(8), Axis(2)), groups)[0] is other
-
-
-def test_what_a_head_has_beside_its_query_in_one_matrix_is_packed() -> None:
-    """A gate of another width than the queries: the matrix has more for a head than what meets the keys."""
-
-    class GatedHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(E, 3 * width) for width in (8 + 5, 8, 5))
-            self.o = nn.Linear(3 * 5, E)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, gate = self.q(x).unflatten(-1, (3, 13)).transpose(1, 2).split([8, 5], -1)
-            k, v = (p(x).unflatten(-1, (3, -1)).transpose(1, 2) for p in (self.k, self.v))
-            return self.o((F.scaled_dot_product_attention(q, k, v) * gate.sigmoid()).transpose(1, 2).flatten(2))
-
-    _, stages, _ = named(GatedHeads(), torch.randn(B, N, E))
-    assert stages["q_proj"] == "batch query (heads packed)"
-    assert stages["k_proj"] == "batch key (heads head_dim)"

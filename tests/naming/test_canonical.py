@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from einops import rearrange
-from torch import nn
 
-from mha_inspect.call.load import load_layer
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.naming.canonical import canonical, own_axes
+from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.pattern import CANONICAL_AXES
-from mha_inspect.running.subject import Subject
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}
 
@@ -70,37 +64,6 @@ def test_shared_heads_and_other_widths_stand_in_for_the_names_of_the_canonical_a
 @pytest.mark.parametrize("layout", ["batch 11 embed", "batch query 17", "batch query vocabulary"])
 def test_what_has_no_name_has_no_canonical_form(layout: str) -> None:
     assert canonical(drawn(3, 11, 17), "query", layout, SIZES) is None
-
-
-def test_a_number_is_the_size_of_this_run_and_not_of_the_one_that_axes_are_read_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec, inputs = AttentionSpec(embed_dim=22, num_heads=2), InputSpec(batch=3, seq_len=5)
-    forward = load_layer(spec, inputs, RunSpec(), "per-head")
-    # Every layer of this class answers so, also the small one that names are read off.
-    original = type(forward.module).forward
-    monkeypatch.setattr(type(forward.module), "forward", lambda self, *a, **k: widened(original(self, *a, **k)))
-    seen = forward.recorded()
-    axes = own_axes(replace(seen, wider=forward.wider_run(seen)))
-    assert seen.recording.outputs[0].tensor.shape == (3, 5, 26)
-    assert axes.returned[0].endswith(" 26")
-
-
-def widened(returned: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output with four columns more, which are no axis of anything."""
-    output, weights = returned
-    return torch.cat((output, output[..., :4]), -1), weights
-
-
-def test_a_run_is_named_from_itself_where_nothing_else_is_at_hand() -> None:
-    layer, x = nn.MultiheadAttention(22, 2), drawn(5, 3, 22)
-    own = Subject(layer, (x, x, x), {})
-    seen = own.recorded()
-    axes = own_axes(seen)
-    assert axes.stages[0]["scores"] == "(batch heads) query key"
-    assert axes.stages[0]["q_proj"] == "query batch (heads head_dim)"
-    assert axes.returned == ("query batch embed", "batch query key")
-    assert own_axes(Subject(nn.Linear(22, 7), (drawn(5, 22),), {}).recorded()).returned == ("5 7",)
 
 
 def test_names_that_do_not_fit_their_sizes_are_none():

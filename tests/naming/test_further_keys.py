@@ -24,21 +24,16 @@ class Further(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.keys, self.values = nn.Parameter(torch.randn(1, 2, WIDTH)), nn.Parameter(torch.randn(1, 2, WIDTH))
-        self.more_keys, self.more_values = (
-            nn.Parameter(torch.randn(1, 1, WIDTH)),
-            nn.Parameter(torch.randn(1, 1, WIDTH)),
-        )
+        self.more_keys, self.more_values = (nn.Parameter(torch.randn(1, 1, WIDTH)) for _ in range(2))
         self.places = places
 
-    def joined(self, own: Tensor, learned: Tensor, more: Tensor) -> Tensor:
-        learned, more = (side.expand(len(own), -1, -1) for side in (learned, more))
+    def joined(self, projected: Tensor, learned: Tensor, more: Tensor) -> Tensor:
+        learned, more = (side.expand(len(projected), -1, -1) for side in (learned, more))
         if self.places == "before":
-            return torch.cat([learned, own], dim=1)
+            return torch.cat([learned, projected], dim=1)
         if self.places == "after":
-            return torch.cat([own, learned], dim=-2)
-        if self.places == "around":
-            return torch.cat([learned, own, more], dim=1)
-        return torch.cat([more, torch.cat([learned, own], dim=1)], dim=1)
+            return torch.cat([projected, learned], dim=-2)
+        return torch.cat([learned, projected, more], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         k = split(self.joined(self.k(x), self.keys, self.more_keys))
@@ -51,7 +46,6 @@ WORDS = {
     "before": ("plus 2 prepended keys", "plus 2 prepended values"),
     "after": ("plus 2 appended keys", "plus 2 appended values"),
     "around": ("plus 3 keys, 2 prepended and 1 appended", "plus 3 values, 2 prepended and 1 appended"),
-    "twice before": ("plus 3 prepended keys", "plus 3 prepended values"),
 }
 
 
@@ -63,15 +57,13 @@ def test_learned_keys_are_said_to_be_where_they_are(places: str) -> None:
     assert (formulas["k_heads"], formulas["v_heads"]) == tuple(f"{PATTERN}, {words}" for words in WORDS[places])
 
 
-@pytest.mark.parametrize(("places", "word"), [("before", "prepended"), ("after", "appended"), ("around", "prepended")])
-def test_a_learned_key_has_its_place_among_the_parameters(places: str, word: str) -> None:
+def test_a_learned_key_has_its_place_among_the_parameters() -> None:
     torch.manual_seed(0)
-    report = mha_inspect.params(Further(places).eval(), torch.randn(BATCH, LENGTH, WIDTH))
+    report = mha_inspect.params(Further("around").eval(), torch.randn(BATCH, LENGTH, WIDTH))
     roles = {parameter.name: parameter.role for parameter in report.parameters}
-    assert roles["keys"] == f"learned, and {word} to the keys"
-    assert roles["values"] == f"learned, and {word} to the values"
-    if places == "around":
-        assert roles["more_keys"] == "learned, and appended to the keys"
+    assert roles["keys"] == "learned, and prepended to the keys"
+    assert roles["values"] == "learned, and prepended to the values"
+    assert roles["more_keys"] == "learned, and appended to the keys"
 
 
 ORDERS = {
@@ -97,15 +89,15 @@ class Reordered(Further):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-CASES = [(order, stage) for order in ORDERS for stage in ("q_heads", "k_heads", "v_heads", "concat")]
+CASES = [("flip", "q_heads"), ("roll", "k_heads"), ("index", "v_heads"), ("index_select", "concat")]
 
 
-@pytest.mark.parametrize(("order", "stage"), [case for case in CASES if case != ("index", "concat")])
+@pytest.mark.parametrize(("order", "stage"), CASES)
 def test_heads_in_another_order_are_no_plain_rearrangement(order: str, stage: str) -> None:
     torch.manual_seed(0)
     (shown,) = mha_inspect.trace(Reordered(order, stage).eval(), torch.randn(BATCH, LENGTH, WIDTH)).attentions
-    formulas = {each.name: each.formula for each in shown.stages}
+    formulas = {shown_stage.name: shown_stage.formula for shown_stage in shown.stages}
     source = "context" if stage == "concat" else f"{stage[0]}_proj"
     assert formulas[stage] == f"{source} in heads, then {order}"
-    others = {"q_heads", "k_heads", "v_heads", "concat"} - {stage}
-    assert all(" -> " in formulas[other] for other in others)
+    for plain in {"q_heads", "k_heads", "v_heads", "concat"} - {stage}:
+        assert " -> " in formulas[plain]

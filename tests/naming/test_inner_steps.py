@@ -12,27 +12,10 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.reports.trace import AttentionReport, Cache
 
-from ..corpus.inside import (
-    KV,
-    Attend,
-    B,
-    D,
-    E,
-    H,
-    Pair,
-    T,
-    X,
-    angles,
-    both,
-    from_argument,
-    halves,
-    matrices,
-    rotary,
-    with_method,
-)
+from ..corpus.inside import KV, Attend, B, D, E, H, Pair, T, X, angles, both, halves, matrices, rotary, with_method
 
 
-def found(module: nn.Module, *args: Tensor) -> AttentionReport:
+def attention_of(module: nn.Module, *args: Tensor) -> AttentionReport:
     with torch.no_grad():
         (attention,) = mha_inspect.trace(module, *(args or (X,))).attentions
     return attention
@@ -44,7 +27,7 @@ def test_rotation_of_one_key_expanded_to_all_heads() -> None:
     def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
         return halves(q, angles()), halves(k[:, :1].expand(-1, KV, -1, -1), angles())
 
-    assert found(with_method(positions=positions)).position == rotary("half")
+    assert attention_of(with_method(positions=positions)).position == rotary("half")
 
 
 def by_another_matrix(x: Tensor, angle: Tensor) -> Tensor:
@@ -60,7 +43,7 @@ def half_written(x: Tensor, angle: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("turn", [by_another_matrix, half_written])
 def test_other_matrices_and_writes_are_no_rotation(turn: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert found(with_method(positions=both(turn))).position is None
+    assert attention_of(with_method(positions=both(turn))).position is None
 
 
 def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
@@ -74,47 +57,17 @@ def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
     assert "rows" not in roles["q.weight"]
 
 
-def test_rotation_by_an_argument() -> None:
-    freqs_cis = torch.polar(torch.ones(()), angles(4))
-    assert found(with_method(positions=from_argument), X, freqs_cis).position == rotary("interleaved", query=4, key=4)
-
-
 @pytest.mark.parametrize("start", [0, 9])
 @pytest.mark.parametrize(
     "table",
     [
         lambda at: angles(at, 1),
-        lambda at: angles(0, 16)[None, :, None][:, at : at + 1, 0],
         lambda at: angles(0, at + 1)[None, -1:] if at else angles(0, 1),
     ],
 )
 def test_rotation_of_one_token(table: Any, start: int) -> None:
     single = with_method(positions=lambda self, q, k: tuple(halves(x, table(start)) for x in (q, k)))
-    assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
-
-
-def test_rotation_of_one_token_at_equal_positions_in_time_height_and_width() -> None:
-    def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
-        numbers = torch.arange(1).add(9).view(1, 1, 1).expand(3, B, 1)
-        table = numbers[..., None] * (1 / 10000 ** (torch.arange(0, D, 2) / D))
-        times = table[0]
-        times[..., 1::3] = table[1, ..., 1::3]
-        times[..., 2::3] = table[2, ..., 2::3]
-        return tuple(halves(x, times[:, None]) for x in (q, k))
-
-    assert found(with_method(positions=positions), X[:, :1]).position == rotary("half", query=9, key=9)
-
-
-def test_what_is_made_of_the_scores_is_no_mask() -> None:
-    """Scores of a head are added to those of all others."""
-    attention = found(with_method(scores=lambda self, scores: scores + scores[:, :1].sigmoid().cumsum(-1)))
-    assert {stage.name: stage.formula for stage in attention.stages}["masked_scores"] == "scores + …"
-
-
-def test_a_bias_of_activations_is_no_position() -> None:
-    scores = with_method(scores=lambda self, scores: scores + self.q(X)[..., :H].mT[..., None, :])
-    attention = found(scores)
-    assert (attention.bias, attention.position) == (True, None)
+    assert attention_of(single, X[:, :1]).position == rotary("half", query=start, key=start)
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -146,25 +99,10 @@ class Concatenated(Cached):
         return self.old
 
 
-class Sliced(Cached):
-    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
-        for kept, x in zip(self.kept, (k, v), strict=True):
-            kept[:B, :, new] = x
-        return [kept[:B, :, : new.stop] for kept in self.kept]
-
-
 class IndexCopied(Cached):
     def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
         places = torch.arange(new.start, new.stop)
         return [kept.index_copy_(2, places, x) for kept, x in zip(self.kept, (k, v), strict=True)]
-
-
-class IndexPut(Cached):
-    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
-        places = torch.arange(new.start, new.stop)
-        for kept, x in zip(self.kept, (k, v), strict=True):
-            kept[:, :, places] = x
-        return self.kept
 
 
 class Paged(Cached):
@@ -181,9 +119,7 @@ class Paged(Cached):
 
 WAYS = {
     Concatenated: ("concatenated", 0),
-    Sliced: ("in place", 0),
     IndexCopied: ("in place", 12),
-    IndexPut: ("in place", 12),
     Paged: ("paged", 0),
 }
 
@@ -196,7 +132,7 @@ def test_steps_of_a_loop_with_a_cache(kind: type[Cached], alone: bool) -> None:
     module, steps = kind().eval(), (X, X[:, :1] * 2, X[:, :1] * 3)
     with torch.no_grad():
         if alone:
-            attentions = [found(module, step) for step in steps]
+            attentions = [attention_of(module, step) for step in steps]
         else:
             with mha_inspect.recording() as recording:
                 for step in steps:

@@ -14,9 +14,9 @@ WIDTH, HEADS, IMAGE, TEXT = 24, 4, 7, 5
 class Joint(nn.Module):
     """Joint attention as in SD3 and Flux: each stream has projections of its own."""
 
-    def __init__(self, *, text_first: bool = False, block: bool = False) -> None:
+    def __init__(self, *, text_first: bool) -> None:
         super().__init__()
-        self.text_first, self.block = text_first, block
+        self.text_first = text_first
         self.of_image, self.of_text = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.image_out, self.text_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.image_mlp, self.text_mlp = (
@@ -34,15 +34,12 @@ class Joint(nn.Module):
         if self.text_first:
             pieces.reverse()
         image, text = image + self.image_out(pieces[0]), text + self.text_out(pieces[1])
-        if self.block:
-            image, text = image + self.image_mlp(image), text + self.text_mlp(text)
-        return image, text
+        return image + self.image_mlp(image), text + self.text_mlp(text)
 
 
 @pytest.mark.parametrize("text_first", [False, True])
-@pytest.mark.parametrize("block", [False, True])
-def test_both_streams_have_the_names_of_the_stages(text_first: bool, block: bool) -> None:
-    module = Joint(text_first=text_first, block=block).eval()
+def test_both_streams_have_the_names_of_the_stages(text_first: bool) -> None:
+    module = Joint(text_first=text_first).eval()
     trace = mha_inspect.trace(module, torch.randn(2, IMAGE, WIDTH), torch.randn(2, TEXT, WIDTH))
     (attention,) = trace.attentions
     assert attention.scores.shape == (2, HEADS, IMAGE + TEXT, IMAGE + TEXT)
@@ -51,20 +48,3 @@ def test_both_streams_have_the_names_of_the_stages(text_first: bool, block: bool
         ((2, IMAGE, WIDTH), "batch positions embed"),
         ((2, TEXT, WIDTH), "batch positions embed"),
     ]
-
-
-class Self(nn.Module):
-    """One sequence, whose result and logits are returned: nothing is joined."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.logits = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), nn.Linear(WIDTH, 50)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.attention(x, x, x, need_weights=False)[0]
-        return y, self.logits(y)
-
-
-def test_one_sequence_keeps_its_queries() -> None:
-    returned = mha_inspect.trace(Self().eval(), torch.randn(2, IMAGE, WIDTH)).returns
-    assert [output.axes for output in returned] == ["batch query embed", "batch query 50"]

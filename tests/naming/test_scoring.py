@@ -31,7 +31,6 @@ class Scored(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
-    "a number": (lambda q, k: q @ k.mT * 0.3, 0.3, "q_heads · k_headsᵀ · 0.3", ""),
     "in the product": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, alpha=0.25),
         0.25,
@@ -44,7 +43,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ / √16",
         "",
     ),
-    "a mask": (lambda q, k: q @ k.mT / 2 + BIAS, 0.5, "q_heads · k_headsᵀ / √4", "scores + bias"),
     "a mask that fills": (
         lambda q, k: (q @ k.mT / 2).masked_fill(BARRED, -1e9),
         0.5,
@@ -58,13 +56,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ / √4",
         "1.5 · tanh(scores / 1.5) + bias",
     ),
-    "a tanh that caps nothing": (
-        lambda q, k: torch.tanh(q @ k.mT / 30),
-        1 / 30,
-        "q_heads · k_headsᵀ",
-        "tanh(scores / 30)",
-    ),
-    "scaled at last": (lambda q, k: (q @ k.mT + BIAS) / 4, 0.25, "q_heads · k_headsᵀ", "(scores + bias) / √16"),
     "scaled twice": (
         lambda q, k: (q @ k.mT / 2 + BIAS) / 2,
         0.25,

@@ -44,8 +44,7 @@ def off_the_legend(text: str, steps: int, read: list[list[list[int]]]) -> torch.
 LINE = ("trace", "--embed-dim", "30", "--num-heads", "3", "--seq-len", "7", "--batch", "2", "--picture", "weights")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("depth", ["true", "256", "none"])
+@pytest.mark.parametrize(("causal", "depth"), [(True, "true"), (False, "256"), (True, "none")])
 def test_what_is_drawn_are_torchs_weights(invoke, monkeypatch, causal, depth):
     theirs = weights_of_torch(3, 7, 2, causal=causal)
     monkeypatch.setenv("COLUMNS", "80")
@@ -138,12 +137,12 @@ def test_masked_is_told_apart_from_zero(mask):
     barred = torch.tensor([[False, False, True], [True, True, True]])
     masked = scores + torch.zeros(2, 3).masked_fill(barred, mask)
     contents = {"scores": scores, "masked_scores": masked, "weights": masked.softmax(-1)}
-    own = Attended("", 1, 1, lambda: contents)
-    drawn = own.picture("weights").values[0]
+    attended = Attended("", 1, 1, lambda: contents)
+    drawn = attended.picture("weights").values[0]
     assert drawn[0].tolist() == [0, 1, -float("inf")]
     # A row without keys has NaN, or weights all the same where the mask is finite.
     assert not (drawn[1] == -float("inf")).any()
-    assert (own.picture("masked_scores").values[0] == -float("inf")).tolist() == barred.tolist()
-    assert not (own.picture("scores").values == -float("inf")).any()
+    assert (attended.picture("masked_scores").values[0] == -float("inf")).tolist() == barred.tolist()
+    assert not (attended.picture("scores").values == -float("inf")).any()
     del contents["scores"]
-    assert own.picture("weights").values[0][0].tolist() == [0, 1, -float("inf")]
+    assert attended.picture("weights").values[0][0].tolist() == [0, 1, -float("inf")]

@@ -123,7 +123,7 @@ def output_in_parts(x: torch.Tensor, *, is_cut: bool) -> list[Any]:
     parallelize_module(model, mesh, {**{f"heads.{name}": ColwiseParallel() for name in "qkv"}, "dense": last})
     trace = mha_inspect.trace(model, x, keep=True)
     output = trace.attentions[0].stages[-1]
-    collectives = [[c.name, c.stage] for c in trace.collectives or ()]
+    collectives = [[exchange.name, exchange.stage] for exchange in trace.collectives or ()]
     return [output.name, output.tensor.tolist(), output.whole, output.flops, collectives]
 
 
@@ -182,58 +182,63 @@ def other_ways(rank: int, world: int) -> dict[str, Any]:
         "gathered contexts": (planned({**PLAN, "o": whole_contexts}), x),
         "uneven": (planned({**PLAN, "o": cut}), x[:, :7]),
     }
-    found = {}
+    answers = {}
     for name, (module, given) in runs.items():
         with torch.no_grad():
             trace = mha_inspect.trace(module, given, keep=True)
         stages = {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages}
-        between = [[c.name, c.stage] for c in trace.collectives or ()]
-        found[name] = {"kind": trace.attentions[0].kind, "stages": stages, "between ranks": between}
-    return found
+        between = [[exchange.name, exchange.stage] for exchange in trace.collectives or ()]
+        answers[name] = {"kind": trace.attentions[0].kind, "stages": stages, "between ranks": between}
+    return answers
 
 
-def models() -> dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]]:
-    """Return models of Hugging Face, which every rank gets whole from its seed, with their inputs."""
+def gpt2() -> nn.Module:
     import transformers
 
-    ids = torch.arange(12).view(2, 6)
-    sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64, "hidden_size": WIDTH}
-    llama = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
-    t5 = transformers.T5Config(vocab_size=32, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS)
-    gpt2 = transformers.GPT2Config(vocab_size=32, n_embd=WIDTH, n_layer=2, n_head=HEADS)
+    config = transformers.GPT2Config(vocab_size=32, n_embd=WIDTH, n_layer=2, n_head=HEADS)
+    return transformers.GPT2Model(config)
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Shard the layers of a model by FSDP2, the innermost first."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    for layers in reversed(lists):
+        for layer in layers:
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def unlike_stages(expected: mha_inspect.AttentionReport, got: mha_inspect.AttentionReport) -> list[str]:
+    names = [stage.name for stage in got.stages]
+    if names != [stage.name for stage in expected.stages]:
+        return names
+    unlike = []
+    for left, right in zip(expected.stages, got.stages, strict=True):
+        says_the_same = (left.axes, left.formula) == (right.axes, right.formula)
+        if not says_the_same or not torch.equal(left.tensor, right.tensor):
+            unlike.append(left.name)
+    return unlike
+
+
+def model_under_fsdp() -> dict[str, Any]:
+    """Return what differs where the layers of GPT-2 are sharded by FSDP2: stages, and words of parameters."""
+    whole, sharded = seeded(gpt2).eval(), spread(seeded(gpt2).eval())
+    given = {"input_ids": torch.arange(12).view(2, 6)}
+    expected = mha_inspect.trace(whole, keep=True, **given).attentions
+    got = mha_inspect.trace(sharded, keep=True, **given).attentions
+    roles = {row.name: row.role for row in mha_inspect.params(sharded, **given).parameters}
+    unlike_parameters = []
+    for row in mha_inspect.params(whole, **given).parameters:
+        if not roles[row.name].startswith(row.role):
+            unlike_parameters.append(row.name)
     return {
-        "llama": (lambda: transformers.LlamaModel(llama), {"input_ids": ids}),
-        "bert": (lambda: transformers.BertModel(transformers.BertConfig(vocab_size=32, **sizes)), {"input_ids": ids}),
-        "gpt2": (lambda: transformers.GPT2Model(gpt2), {"input_ids": ids}),
-        "t5": (lambda: transformers.T5Model(t5), {"input_ids": ids, "decoder_input_ids": ids[:, :4]}),
+        "attentions": len(got),
+        "unlike stages": [unlike_stages(*pair) for pair in zip(expected, got, strict=True)],
+        "unlike parameters": unlike_parameters,
     }
 
 
-def models_under_fsdp() -> dict[str, Any]:
-    """Return for each model what differs where its layers are sharded by FSDP2: stages, and words of parameters."""
-    found: dict[str, Any] = {}
-    for name, (make, given) in models().items():
-        whole, spread = (seeded(make).eval() for _ in range(2))
-        for layers in [part for part in spread.modules() if isinstance(part, nn.ModuleList)][::-1]:  # innermost first
-            for layer in layers:
-                fully_shard(layer)
-        fully_shard(spread)
-        pairs = zip(*(mha_inspect.trace(each, keep=True, **given).attentions for each in (whole, spread)), strict=True)
-        differ = []
-        for number, (expected, got) in enumerate(pairs):
-            stages = {stage.name: stage for stage in got.stages}
-            differ += [f"stages of {number}"] * ([*stages] != [stage.name for stage in expected.stages])
-            for one in expected.stages:
-                other = stages.get(one.name, one)
-                alike = torch.equal(one.tensor, other.tensor) and (one.axes, one.formula) == (other.axes, other.formula)
-                differ += [] if alike else [f"{one.name} of {number}"]
-        roles = [{p.name: p.role for p in mha_inspect.params(each, **given).parameters} for each in (whole, spread)]
-        differ += [path for path, role in roles[0].items() if not roles[1][path].startswith(role)]
-        found[name] = {"attentions": number + 1, "differ": differ}
-    return found
-
-
-def own(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -241,44 +246,74 @@ def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Ten
     with Collectives() as collectives:
         out = model(x)
         out.square().mean().backward()
-    gradients = [own(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    return own(out) + 0, gradients, collectives.count
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return local(out) + 0, gradients, collectives.count
 
 
-def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+def bits_and_collectives(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    """Compare a step of training in a recording with a plain one."""
     plain, plain_gradients, plain_count = run(make(), x)
     model = make()
     with mha_inspect.recording() as recording:
         out, gradients, count = run(model, x)
-    recorded = recording.trace
+    is_as_long = len(gradients) == len(plain_gradients) > 0
+    return {
+        "same output": torch.equal(out, plain),
+        "same gradients": is_as_long and all(map(torch.equal, gradients, plain_gradients)),
+        "collectives": [plain_count, count],
+        "recorded": shapes_of(recording.trace),
+        "recording is proved": bool(recording.trace),
+    }
+
+
+def shapes_of(trace: mha_inspect.Trace) -> list[dict[str, list[int]]]:
+    return [{stage.name: list(stage.shape) for stage in attention.stages} for attention in trace.attentions]
+
+
+def listed(sizes: tuple[int, ...] | None) -> list[int] | None:
+    return None if sizes is None else list(sizes)
+
+
+def traced_stages(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    """Return the stages of a trace, and its collectives beside those of a trace of one item."""
     model = make()
     with Collectives() as collectives:
         trace = mha_inspect.trace(model, x, keep=True)
-    with torch.no_grad():
-        rank = rank_of(dist.get_rank(), *traced(Subject(model := make(), (x,), {}), Show(), keep=False), model)
     model = make()
-    with Collectives() as of_one:
+    with Collectives() as of_one_item:
         mha_inspect.trace(model, x[:1])
-    params = mha_inspect.params(make(), x, per_head=True)
+    exchanges = [[exchange.name, exchange.stage, exchange.nbytes] for exchange in trace.collectives or ()]
+    stages = trace.attentions[0].stages
     return {
-        "same output": torch.equal(out, plain),
-        "same gradients": len(gradients) == len(plain_gradients) > 0
-        and all(map(torch.equal, gradients, plain_gradients)),
-        "collectives": [plain_count, count],
-        "forward collectives": [collectives.count, of_one.count, len(trace.collectives or ())],
-        "recorded": [{stage.name: list(stage.shape) for stage in a.stages} for a in recorded.attentions],
-        "recorded whole": {s.name: s.whole and list(s.whole) for s in recorded.attentions[0].stages},
-        "traced": [{stage.name: list(stage.shape) for stage in a.stages} for a in trace.attentions],
-        "between ranks": [[c.name, c.stage, c.nbytes] for c in trace.collectives or ()],
-        "numbers": {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages},
+        "traced": shapes_of(trace),
+        "trace is proved": bool(trace),
+        "forward collectives": [collectives.count, of_one_item.count, len(exchanges)],
+        "between ranks": exchanges,
+        "numbers": {stage.name: stage.tensor.tolist() for stage in stages},
+        "whole": {stage.name: listed(stage.whole) for stage in stages},
+    }
+
+
+def parameters(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    """Return shape, shape over ranks, first element and role of each parameter, and the bytes of all."""
+    report = mha_inspect.params(make(), x, per_head=True)
+    return {
         "parameters": {
-            p.name: [list(p.shape), p.whole and list(p.whole), p.start and list(p.start), p.role]
-            for p in params.parameters
+            row.name: [list(row.shape), listed(row.whole), listed(row.start), row.role] for row in report.parameters
         },
-        "whole": {stage.name: stage.whole and list(stage.whole) for stage in trace.attentions[0].stages},
+        "parameter bytes": sum(local(parameter).nbytes for parameter in make().parameters()),
+    }
+
+
+def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    with torch.no_grad():
+        model = make()
+        rank = rank_of(dist.get_rank(), *traced(Subject(model, (x,), {}), Show(), keep=False), model)
+    return {
+        **bits_and_collectives(make, x),
+        **traced_stages(make, x),
+        **parameters(make, x),
         "rank": asdict(rank),
-        "parameter bytes": sum(own(parameter).nbytes for parameter in make().parameters()),
-        "proved": bool(trace) and bool(recorded),
     }
 
 
@@ -301,44 +336,71 @@ def with_nan(x: torch.Tensor) -> list[str]:
     return list(mha_inspect.trace(model, x).notes)
 
 
+OF_FOUR: dict[str, Callable[[], nn.Module]] = {"fsdp and tensor parallel": both}
+
+
+def of_two(rank: int) -> dict[str, Callable[[], nn.Module]]:
+    return {
+        "tensor parallel": lambda: tensor_parallel(fused=False),
+        "tensor parallel, fused": lambda: tensor_parallel(fused=True),
+        "by hand": lambda: seeded(lambda: ByHand(rank, 2)),
+        "fsdp": fsdp,
+        "ddp": lambda: DistributedDataParallel(seeded(Model)),
+    }
+
+
+def more_of_two(x: torch.Tensor, rank: int) -> dict[str, Any]:
+    """Return what is asked once of two ranks: errors, NaN, outputs in parts, other ways to divide, and a model."""
+    by_hand = mha_inspect.trace(seeded(lambda: Attention(fused=False, bias=False)), x, keep=True).attentions[0]
+    in_parts = seeded(InParts)
+    with torch.no_grad():
+        expected_in_parts = in_parts.dense(in_parts.heads(x[:, :4])).tolist()
+    return {
+        "raising": raising(x),
+        "with nan": with_nan(x),
+        "in parts": {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)},
+        "unsharded in parts": expected_in_parts,
+        "unsharded by hand": {stage.name: stage.tensor.tolist() for stage in by_hand.stages},
+        "other ways": other_ways(rank, 2),
+        "model": model_under_fsdp() if find_spec("transformers") else {},
+    }
+
+
 def answer(folder: Path, rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     try:
         x = seeded(lambda: nn.Embedding(2 * 5, WIDTH)).weight.detach().view(2, 5, WIDTH)
-        cases: dict[str, Callable[[], nn.Module]] = {
-            "tensor parallel": lambda: tensor_parallel(fused=False),
-            "tensor parallel, fused": lambda: tensor_parallel(fused=True),
-            "by hand": lambda: seeded(lambda: ByHand(rank, world)),
-            "fsdp": fsdp,
-            "ddp": lambda: DistributedDataParallel(seeded(Model)),
+        unsharded = mha_inspect.trace(seeded(Model), x, keep=True).attentions[0]
+        of_rank: dict[str, Any] = {
+            name: answers(make, x) for name, make in (of_two(rank) if world == 2 else OF_FOUR).items()
         }
-        if world > 2:
-            few = ("tensor parallel", "by hand")
-            cases = {name: cases[name] for name in few} | {"fsdp and tensor parallel": both}
-        found: dict[str, Any] = {name: answers(make, x) for name, make in cases.items()}
-        found["raising"], found["with nan"] = raising(x), with_nan(x)
-        found["in parts"] = {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)}
-        found["other ways"] = other_ways(rank, world)
-        found["models"] = models_under_fsdp() if world == 2 and find_spec("transformers") else {}
-        in_parts = seeded(InParts)
-        with torch.no_grad():
-            found["unsharded in parts"] = in_parts.dense(in_parts.heads(x[:, :4])).tolist()
-        whole = seeded(Model)
-        unsharded = mha_inspect.trace(whole, x, keep=True).attentions[0]
-        found["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}
-        hand = mha_inspect.trace(seeded(lambda: Attention(fused=False, bias=False)), x, keep=True).attentions[0]
-        found["unsharded by hand"] = {stage.name: stage.tensor.tolist() for stage in hand.stages}
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        of_rank["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}
+        if world == 2:
+            of_rank |= more_of_two(x, rank)
+        (folder / f"{rank}.json").write_text(json.dumps(of_rank))
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
+def import_what_ranks_import() -> None:
+    """Run what imports while it runs: a process that is forked afterwards need not."""
+    import torch._dynamo
+
+    module, x = Attention(fused=False), torch.zeros(1, 2, WIDTH)
+    with torch.no_grad(), mha_inspect.recording() as recording:
+        module(x)
+    assert recording.trace.attentions
+    mha_inspect.params(module, x)
+    if find_spec("transformers"):
+        gpt2()
+
+
 def main(folder: Path) -> None:
+    import_what_ranks_import()
     for world in (2, 4):
         (folder / str(world)).mkdir()
-        # Forked, so that torch is imported once.
         start = multiprocessing.get_context("fork").Process
         ranks = [start(target=answer, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
         for rank in ranks:

@@ -49,19 +49,10 @@ def test_held_tensors_are_copied_by_their_content():
 def test_tied_parameters_stay_tied_and_what_stands_in_is_taken():
     module = Holding()
     module.k.weight = module.q.weight
-    other = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
-    copied = copy_module(module, {id(module.v.weight): other})
+    stand_in = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
+    copied = copy_module(module, {id(module.v.weight): stand_in})
     assert copied.k.weight is copied.q.weight
-    assert copied.v.weight is other
-
-
-def test_gradients_and_training_of_such_a_module():
-    x = torch.randn(3, 7, 30)
-    report = mha_inspect.compare_heads((1, 3), Holding, x, steps=2)
-    assert report.training.counts[1].verdict == "differs"
-    module = Holding()
-    module(x)
-    assert mha_inspect.diff(module, module, x).outcome == "same"
+    assert copied.v.weight is stand_in
 
 
 class Uncopied(Holding):
@@ -91,24 +82,6 @@ def test_a_module_whose_eval_returns_nothing_is_measured():
     assert mha_inspect.diff(module, module, x).outcome == "same"
 
 
-@dataclass
-class PerLayer:
-    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
-
-    heads: int = 3
-
-    def __getattribute__(self, name: str) -> object:
-        if name == "heads":
-            raise RuntimeError("heads may vary across layers")
-        return super().__getattribute__(name)
-
-
-def test_a_field_that_raises_is_copied_as_it_is_stored():
-    module = Holding()
-    module.config = PerLayer()
-    assert vars(copy_module(module).config) == {"heads": 3}
-
-
 class Turning(Holding):
     """Rotates by a table of complex numbers, as Llama's own code does."""
 
@@ -128,3 +101,21 @@ def test_a_copy_in_another_dtype_keeps_what_is_imaginary(recwarn: pytest.Warning
     assert exact.dtype == torch.float64
     torch.testing.assert_close(exact.float(), module(x))
     assert not recwarn.list
+
+
+@dataclass
+class PerLayer:
+    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
+
+    heads: int = 3
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "heads":
+            raise RuntimeError("heads may vary across layers")
+        return super().__getattribute__(name)
+
+
+def test_a_field_that_raises_is_copied_as_it_is_stored():
+    module = Holding()
+    module.config = PerLayer()
+    assert vars(copy_module(module).config) == {"heads": 3}

@@ -44,7 +44,7 @@ def write_into_everything(module: Caching, x: torch.Tensor, returned: tuple[torc
             tensor.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
 def test_writing_after_a_block_does_not_reach_what_was_kept(context: Callable[[], torch.no_grad]) -> None:
     torch.manual_seed(0)
     module, x = Caching(), torch.randn(2, 7, 15)
@@ -72,28 +72,17 @@ def test_writing_between_the_block_and_the_question_does_not_reach_it_either() -
     assert torch.equal(seen.trace.attentions[0].weights.tensor, expected)
 
 
-def test_writing_after_a_trace_does_not_reach_what_was_kept() -> None:
-    torch.manual_seed(0)
-    module, x = Caching(), torch.randn(2, 7, 15)
-    trace = mha_inspect.trace(module, x, keep=True)
-    before = {name: tensor.clone() for name, tensor in contents(trace)}
-    write_into_everything(module, x, ())
-    for name, tensor in contents(trace):
-        assert torch.equal(tensor, before[name]), name
-
-
-@pytest.mark.parametrize("show", [Show(stats=True), Show(values=True)])
-def test_what_is_kept_for_an_answer_goes_with_it(show: Show) -> None:
+def test_what_is_kept_for_an_answer_goes_with_it() -> None:
     """Without the collector: tensors in a circle would stay until it runs, which knows nothing of their size."""
     module, x = Caching(), torch.randn(2, 7, 15)
-    made: list[weakref.ref[torch.UntypedStorage]] = []
-    module.out.register_forward_pre_hook(lambda _, args: made.append(weakref.ref(args[0].untyped_storage())))
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    module.out.register_forward_pre_hook(lambda _, args: storages.append(weakref.ref(args[0].untyped_storage())))
     gc.collect()
     gc.disable()
     try:
-        mha_inspect.trace(module, x, show=show)
+        mha_inspect.trace(module, x, show=Show(stats=True, values=True))
         module.cache.clear()
-        assert {storage() for storage in made} == {None}
+        assert {storage() for storage in storages} == {None}
     finally:
         gc.enable()
 
@@ -103,8 +92,8 @@ def test_only_what_somebody_else_holds_is_copied() -> None:
     with torch.no_grad(), mha_inspect.recording(keep=True) as seen:
         returned = module(x)
     addresses = {name: tensor.untyped_storage().data_ptr() for name, tensor in contents(seen.trace)}
-    held = {tensor.untyped_storage().data_ptr() for tensor in (*returned, x, *module.cache, *module.parameters())}
-    assert not held & set(addresses.values())
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in (*returned, x, *module.cache, *module.parameters())}
+    assert not theirs & set(addresses.values())
     mine = torch.randn(3, 4)
     (stages,) = unshared(({"scores": torch.randn(2, 2), "weights": mine.detach()},))
     assert torch.equal(stages["weights"], mine)
@@ -149,7 +138,7 @@ class _TwoKernels(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("room", [0, 3_000, 9_000, 15_000, 20_000, 25_000, 30_000, 40_000, 1 << 30])
+@pytest.mark.parametrize("room", [0, 15_000, 1 << 30])
 def test_a_kernel_is_opened_and_compared_whether_or_not_its_tensors_have_room(room: int) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
@@ -168,25 +157,3 @@ def test_parameters_take_no_room_of_the_tensors_of_a_run() -> None:
         full = run_and_record(module, (x,), {}, keep=True, room=2 * 200 * 4 - 1)
     assert run.recording.values
     assert not full.recording.values
-
-
-class _FreedAfterwards(nn.Module):
-    """Gathers two tables before its forward and gives their memory back after it, as FSDP does with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = [torch.ones(4, 24), torch.ones(4, 24)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = self.tables[0].untyped_storage().nbytes() or 4 * 24 * 4
-        for table in self.tables:
-            table.untyped_storage().resize_(size)
-            x = x + table[:1]
-        for table in self.tables:
-            table.untyped_storage().resize_(0)
-        return x
-
-
-def test_a_tensor_whose_memory_was_given_back_is_no_constant() -> None:
-    run = run_and_record(_FreedAfterwards(), (torch.randn(2, 4, 24),), {})
-    assert [number for number, tensor in run.recording.constants.items() if tensor.numel() == 4 * 24] == []

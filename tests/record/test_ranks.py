@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,96 +51,109 @@ def every_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Answe
     }
 
 
-@pytest.fixture(params=[2, 4])
-def ranks(request: pytest.FixtureRequest, every_rank: dict[int, list[Answers]]) -> list[Answers]:
-    return every_rank[request.param]
+@pytest.fixture
+def two_ranks(every_rank: dict[int, list[Answers]]) -> list[Answers]:
+    return every_rank[2]
 
 
-def cases(ranks: list[Answers]) -> list[tuple[str, int, Answers]]:
-    """Name, rank and answers of every sharded run."""
-    return [
-        (name, rank, found)
-        for rank, answers in enumerate(ranks)
-        for name, found in answers.items()
-        if isinstance(found, dict) and "traced" in found
-    ]
+@dataclass(frozen=True)
+class ShardedRun:
+    """The answers of one rank about one sharded model, or about `by hand`, which is one attention."""
+
+    name: str
+    rank: int
+    answers: Answers
+    unsharded: Answers
+
+    @property
+    def has_all_heads(self) -> bool:
+        return self.name in ("fsdp", "ddp")
+
+    @property
+    def attentions(self) -> int:
+        return 1 if self.name == "by hand" else 2
 
 
-def test_a_recorded_rank_computes_the_same_bits_with_the_same_collectives(ranks: list[Answers]) -> None:
-    assert len(cases(ranks)) == len(ranks) * (3 if len(ranks) > 2 else 5)
-    for name, rank, found in cases(ranks):
-        assert found["same output"], (name, rank)
-        assert found["same gradients"], (name, rank)
-        assert found["collectives"][0] == found["collectives"][1] > 0, (name, rank)
-        assert found["proved"], (name, rank)
+@pytest.fixture
+def sharded_runs(every_rank: dict[int, list[Answers]]) -> list[ShardedRun]:
+    runs = []
+    for ranks in every_rank.values():
+        for rank, of_rank in enumerate(ranks):
+            for name, answers in of_rank.items():
+                if "traced" in answers:
+                    unsharded = of_rank["unsharded by hand" if name == "by hand" else "unsharded"]
+                    runs.append(ShardedRun(name, rank, answers, unsharded))
+    return runs
 
 
-def test_a_trace_exchanges_nothing_of_its_own(ranks: list[Answers]) -> None:
+def test_a_recorded_rank_computes_the_same_bits_with_the_same_collectives(sharded_runs: list[ShardedRun]) -> None:
+    assert len(sharded_runs) == 2 * 5 + 4 * 1
+    for run in sharded_runs:
+        assert run.answers["same output"], run.name
+        assert run.answers["same gradients"], run.name
+        plain, recorded = run.answers["collectives"]
+        assert plain == recorded > 0, run.name
+        assert run.answers["recording is proved"], run.name
+        assert run.answers["trace is proved"], run.name
+
+
+def test_a_trace_exchanges_nothing_of_its_own(sharded_runs: list[ShardedRun]) -> None:
     """A size of one, which a second run would resolve on one rank, adds no collective either."""
-    for name, rank, found in cases(ranks):
-        traced, of_one, listed = found["forward collectives"]
-        assert traced == of_one == listed, (name, rank)
+    for run in sharded_runs:
+        traced, of_one_item, listed = run.answers["forward collectives"]
+        assert traced == of_one_item == listed, run.name
 
 
-def test_the_stages_are_the_ranks_own_with_their_projections(ranks: list[Answers]) -> None:
-    all_stages = ["query", "key", "value", *FEATURES, *HEADS, "output"]
-    for name, rank, found in cases(ranks):
-        parallel = {"fsdp": 1, "ddp": 1, "fsdp and tensor parallel": 2}.get(name, len(ranks))
-        assert len(found["recorded"]) == len(found["traced"]) == (1 if name == "by hand" else 2), (name, rank)
-        for stages in (*found["recorded"], *found["traced"]):
-            assert set(stages) == set(all_stages), (name, rank)
-            assert stages["q_heads"] == [2, 4 // parallel, 5, 8]
-            assert stages["q_proj"] == stages["concat"] == [2, 5, 32 // parallel]
+def test_the_stages_are_the_ranks_own_with_their_projections(sharded_runs: list[ShardedRun]) -> None:
+    all_stages = {"query", "key", "value", *FEATURES, *HEADS, "output"}
+    for run in sharded_runs:
+        heads = 4 if run.has_all_heads else 2
+        assert len(run.answers["recorded"]) == len(run.answers["traced"]) == run.attentions, run.name
+        for stages in (*run.answers["recorded"], *run.answers["traced"]):
+            assert set(stages) == all_stages, run.name
+            assert stages["q_heads"] == [2, heads, 5, 8]
+            assert stages["q_proj"] == stages["concat"] == [2, 5, 8 * heads]
             assert stages["output"] == [2, 5, 32]
+        is_cut = not run.has_all_heads and run.name != "by hand"
+        assert run.answers["whole"]["q_heads"] == ([2, 4, 5, 8] if is_cut else None), run.name
+        assert run.answers["whole"]["output"] is None, run.name
 
 
-def test_every_stage_is_the_slice_of_the_unsharded_run(ranks: list[Answers]) -> None:
-    for name, rank, found in cases(ranks):
-        whole = ranks[rank]["unsharded by hand" if name == "by hand" else "unsharded"]
-        parallel = {"fsdp": 1, "ddp": 1, "fsdp and tensor parallel": 2}.get(name, len(ranks))
-        for stage, numbers in found["numbers"].items():
-            expected, got = torch.tensor(whole[stage]), torch.tensor(numbers)
+def test_every_stage_is_the_slice_of_the_unsharded_run(sharded_runs: list[ShardedRun]) -> None:
+    for run in sharded_runs:
+        for stage, numbers in run.answers["numbers"].items():
+            expected = torch.tensor(run.unsharded[stage])
             dim = HEADS.get(stage, FEATURES.get(stage))
-            if dim is not None:
-                expected = expected.chunk(parallel, dim)[rank % parallel]
-            torch.testing.assert_close(got, expected, msg=f"{stage} of {name} on rank {rank}")
+            if dim is not None and not run.has_all_heads:
+                expected = expected.chunk(2, dim)[run.rank % 2]
+            torch.testing.assert_close(torch.tensor(numbers), expected, msg=f"{stage} of {run.name}")
 
 
-def test_models_under_fsdp_have_the_stages_and_the_parameters_of_the_unsharded_run(
-    every_rank: dict[int, list[Answers]],
-) -> None:
+def test_a_model_under_fsdp_has_the_stages_and_the_parameters_of_the_unsharded_run(two_ranks: list[Answers]) -> None:
     pytest.importorskip("transformers")
-    for found in every_rank[2]:
-        assert {name: each["attentions"] for name, each in found["models"].items()} == {
-            "llama": 2,
-            "bert": 2,
-            "gpt2": 2,
-            "t5": 6,
-        }
-        assert [each["differ"] for each in found["models"].values()] == [[]] * 4
+    for answers in two_ranks:
+        assert answers["model"] == {"attentions": 2, "unlike stages": [[], []], "unlike parameters": []}
 
 
-def test_collectives_have_their_bytes_and_the_stage_that_they_make(ranks: list[Answers]) -> None:
-    for rank in ranks:
+def test_collectives_have_their_bytes_and_the_stage_that_they_make(two_ranks: list[Answers]) -> None:
+    for answers in two_ranks:
         whole = ["all_reduce", "output", 4 * 2 * 5 * 32]
-        of_first = [exchange for exchange in rank["tensor parallel"]["between ranks"] if exchange[1]]
-        assert of_first == [whole, whole]
-        assert rank["by hand"]["between ranks"] == [["allreduce", "output", 4 * 2 * 5 * 32]]
-        if len(ranks) == 2:
-            assert {name for name, *_ in rank["fsdp"]["between ranks"]} == {"allgather_base"}
-            assert rank["ddp"]["between ranks"] == []
+        with_stage = [exchange for exchange in answers["tensor parallel"]["between ranks"] if exchange[1]]
+        assert with_stage == [whole, whole]
+        assert answers["by hand"]["between ranks"] == [["allreduce", "output", 4 * 2 * 5 * 32]]
+        assert {name for name, *_ in answers["fsdp"]["between ranks"]} == {"allgather_base"}
+        assert answers["ddp"]["between ranks"] == []
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_an_output_is_added_up_over_ranks_before_each_may_keep_a_piece(ranks: list[Answers], is_cut: bool) -> None:
-    world = len(ranks)
-    for rank, answers in enumerate(ranks):
+def test_an_output_is_added_up_over_ranks_before_each_may_keep_a_piece(two_ranks: list[Answers], is_cut: bool) -> None:
+    for rank, answers in enumerate(two_ranks):
         expected = torch.tensor(answers["unsharded in parts"])
         name, numbers, whole, flops, between = answers["in parts"][str(is_cut)]
-        mine = expected.chunk(world, 1)[rank] if is_cut else expected
+        mine = expected.chunk(2, 1)[rank] if is_cut else expected
         torch.testing.assert_close(torch.tensor(numbers), mine, msg=f"output of rank {rank}")
         assert (name, whole) == ("output", list(expected.shape) if is_cut else None)
-        assert flops == 2 * 2 * 4 * 32 * (32 // world)
+        assert flops == 2 * 2 * 4 * 32 * 16
         assert between == [["reduce_scatter_tensor" if is_cut else "all_reduce", "output"]]
 
 
@@ -148,87 +162,75 @@ WAYS: dict[str, dict[str, int]] = {
     "flat parameters": {},
     "heads for positions": HEADS | dict.fromkeys(_OF_POSITIONS, 1),
     "gathered for each side": HEADS | FEATURES | {"output": 1},
-    "gathered contexts": HEADS | {name: 2 for name in FEATURES if name != "concat"} | {"output": 2},
+    "gathered contexts": HEADS | {"q_proj": 2, "k_proj": 2, "v_proj": 2, "output": 2},
     "uneven": HEADS | FEATURES | {"output": 1},
 }
 """How ranks divide one attention, to the dimension of each stage that is divided."""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stages_are_found_on_both_sides_of_collectives(ranks: list[Answers], way: str) -> None:
-    for rank, answers in enumerate(ranks):
-        found = answers["other ways"]
-        whole = found["unsharded, uneven" if way == "uneven" else "unsharded"]
-        assert found[way]["kind"] == whole["kind"] == ["self"]
-        assert found[way]["stages"].keys() == whole["stages"].keys()
-        for stage, numbers in found[way]["stages"].items():
+def test_stages_are_found_on_both_sides_of_collectives(two_ranks: list[Answers], way: str) -> None:
+    for rank, answers in enumerate(two_ranks):
+        divided = answers["other ways"][way]
+        whole = answers["other ways"]["unsharded, uneven" if way == "uneven" else "unsharded"]
+        assert divided["kind"] == whole["kind"] == ["self"]
+        assert divided["stages"].keys() == whole["stages"].keys()
+        for stage, numbers in divided["stages"].items():
             expected = torch.tensor(whole["stages"][stage])
             if stage in WAYS[way]:
-                expected = expected.chunk(len(ranks), WAYS[way][stage])[rank]
+                expected = expected.chunk(2, WAYS[way][stage])[rank]
             torch.testing.assert_close(torch.tensor(numbers), expected, msg=f"{stage} on rank {rank}")
         if way == "heads for positions":
             exchanged = ["q_heads", "k_heads", "v_heads", "concat"]
-            assert found[way]["between ranks"] == [["alltoall_base", stage] for stage in exchanged]
+            assert divided["between ranks"] == [["alltoall_base", stage] for stage in exchanged]
 
 
-def test_parameters_say_which_part_of_the_whole_they_are(ranks: list[Answers]) -> None:
-    world = len(ranks)
-    rows = 32 // world
-    for rank, answers in enumerate(ranks):
-        for case in {"tensor parallel", "tensor parallel, fused", "fsdp"} & answers.keys():
+def test_parameters_say_which_part_of_the_whole_they_are(two_ranks: list[Answers]) -> None:
+    for rank, answers in enumerate(two_ranks):
+        place = f"{16 * rank}–{16 * rank + 15} of 32: heads {2 * rank}–{2 * rank + 1}"
+        for case in ("tensor parallel", "tensor parallel, fused", "fsdp"):
             shape, whole, start, role = answers[case]["parameters"]["first.q.weight"]
-            assert (shape, whole, start) == ([rows, 32], [32, 32], [rows * rank, 0]), case
-            heads = f"heads {2 * rank}–{2 * rank + 1}" if world == 2 else f"head {rank}"
-            place = f"rows {rows * rank}–{rows * rank + rows - 1} of 32: {heads}"
+            assert (shape, whole, start) == ([16, 32], [32, 32], [16 * rank, 0]), case
             assert role.startswith("W_q"), case
-            assert role.endswith(f"; {place}"), case
+            assert role.endswith(f"; rows {place}"), case
         shape, whole, start, role = answers["tensor parallel"]["parameters"]["first.o.weight"]
-        assert (shape, whole, start) == ([32, rows], [32, 32], [0, rows * rank])
+        assert (shape, whole, start) == ([32, 16], [32, 32], [0, 16 * rank])
         assert role.startswith("W_o")
-        assert f"; columns {rows * rank}–{rows * rank + rows - 1} of 32: head" in role
-        if world == 2:
-            assert answers["ddp"]["parameters"]["module.first.q.weight"][:3] == [[32, 32], None, None]
+        assert f"; columns {place}" in role
+        assert answers["ddp"]["parameters"]["module.first.q.weight"][:3] == [[32, 32], None, None]
 
 
-def test_a_rank_says_its_heads_and_their_place_in_the_whole(ranks: list[Answers]) -> None:
-    for name, rank, found in cases(ranks):
-        parallel = {"fsdp": 1, "ddp": 1, "fsdp and tensor parallel": 2}.get(name, len(ranks))
-        heads, rows, place = 4 // parallel, 32 // parallel, rank % parallel
-        of = found["rank"]
-        assert (of["rank"], of["heads"], of["kv_heads"]) == (rank, heads, heads), name
-        known = {} if name == "by hand" else {f"W_{letter}": [rows * place, rows * (place + 1)] for letter in "qkvo"}
-        assert of["rows"] == known, (name, rank)
-        assert of["bytes"] == found["parameter bytes"], (name, rank)
-        # Four projections and two products, of 2 items and 5 positions.
-        attentions = 1 if name == "by hand" else 2
-        assert of["flops"] == attentions * 2 * (4 * 2 * 5 * 32 * rows + 2 * 2 * 5 * 5 * rows), (name, rank)
-        assert of["exchanged"] == sum(nbytes for *_, nbytes in found["between ranks"])
-
-
-def test_a_stage_says_its_shape_over_all_ranks(ranks: list[Answers]) -> None:
-    for name, rank, found in cases(ranks):
-        for stage, whole in found["whole"].items():
-            mine, every = found["numbers"][stage], ranks[rank]["unsharded"][stage]
-            mine, every = list(torch.tensor(mine).shape), list(torch.tensor(every).shape)
-            assert whole == (None if mine == every or name == "by hand" else every), (name, rank, stage)
-        assert found["recorded whole"] == found["whole"], (name, rank)
-
-
-def test_a_parameter_sharded_twice_says_its_own_head(ranks: list[Answers]) -> None:
-    for rank, answers in enumerate(ranks if len(ranks) > 2 else ()):
+def test_a_parameter_sharded_twice_says_its_own_head(every_rank: dict[int, list[Answers]]) -> None:
+    for rank, answers in enumerate(every_rank[4]):
         shape, whole, start, role = answers["fsdp and tensor parallel"]["parameters"]["first.q.weight"]
         head = rank % 2 * 2 + rank // 2
         assert (shape, whole, start) == ([8, 32], [32, 32], [8 * head, 0])
         assert role.endswith(f"rows {8 * head}–{8 * head + 7} of 32: head {head}")
 
 
-def test_a_rank_that_raises_says_why_without_a_second_run(ranks: list[Answers]) -> None:
-    assert "rank_worker.py" in ranks[0]["raising"]
-    assert "RuntimeError" in ranks[0]["raising"]
+def test_a_rank_says_its_heads_and_their_place_in_the_whole(sharded_runs: list[ShardedRun]) -> None:
+    for run in sharded_runs:
+        of_rank = run.answers["rank"]
+        heads = 4 if run.has_all_heads else 2
+        rows, first = 8 * heads, 0 if run.has_all_heads else 16 * (run.rank % 2)
+        assert (of_rank["rank"], of_rank["heads"], of_rank["kv_heads"]) == (run.rank, heads, heads), run.name
+        if run.name == "by hand":
+            assert of_rank["rows"] == {}
+        else:
+            assert of_rank["rows"] == {f"W_{letter}": [first, first + rows] for letter in "qkvo"}, run.name
+        assert of_rank["bytes"] == run.answers["parameter bytes"], run.name
+        # Four projections and two products, of 2 items and 5 positions.
+        assert of_rank["flops"] == run.attentions * 2 * (4 * 2 * 5 * 32 * rows + 2 * 2 * 5 * 5 * rows), run.name
+        assert of_rank["exchanged"] == sum(nbytes for *_, nbytes in run.answers["between ranks"])
 
 
-def test_the_origin_of_nan_is_not_looked_for_in_a_second_run(ranks: list[Answers]) -> None:
-    for answers in ranks:
+def test_a_rank_that_raises_says_why_without_a_second_run(two_ranks: list[Answers]) -> None:
+    assert "rank_worker.py" in two_ranks[0]["raising"]
+    assert "RuntimeError" in two_ranks[0]["raising"]
+
+
+def test_the_origin_of_nan_is_not_looked_for_in_a_second_run(two_ranks: list[Answers]) -> None:
+    for answers in two_ranks:
         assert not any("second run" in note for note in answers["with nan"])
         assert any("The output has NaN" in note for note in answers["with nan"])
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import doctest
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
 from mha_inspect.record import recorder
@@ -70,9 +67,7 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "eval": mha,
     "train": lambda: mha(train=True, dropout=0.5),
-    "sequence first": lambda: mha(batch_first=False),
     "bfloat16": lambda: mha(dtype=torch.bfloat16),
     "float64": lambda: mha(dtype=torch.float64, batch_first=False),
     "bias_kv": lambda: mha(add_bias_kv=True, add_zero_attn=True),
@@ -99,10 +94,10 @@ def test_the_result_is_the_same_to_the_bit_also_the_second_time(
             assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_composite_operation_takes_the_kernels_of_a_plain_run(dtype: torch.dtype) -> None:
     """In inference mode they arrive whole. What a product is taken apart into hangs on the views that it is given."""
-    for width in (7, 12, 20, 28, 42, 64):
+    for width in (7, 20, 64):
         linear, weight = nn.Linear(width, 3 * width).to(dtype), nn.Parameter(drawn(3 * width, width, dtype=dtype))
         x, y = drawn(BATCH, QUERY, width, dtype=dtype), drawn(2, BATCH, width, QUERY, seed=1, dtype=dtype)
         with torch.inference_mode():
@@ -115,48 +110,6 @@ def test_a_composite_operation_takes_the_kernels_of_a_plain_run(dtype: torch.dty
                 lambda x=x, y=y: torch.einsum("bqe,cbek->cbqk", x, y),
             ):
                 assert same(run(), record(run)[1])
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_gradients_are_the_same_to_the_bit(train: bool) -> None:
-    module, x = mha(train=train, dropout=0.5), drawn(BATCH, QUERY, EMBED)
-
-    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        torch.manual_seed(7)
-        query = x.clone().requires_grad_()
-        return list(torch.autograd.grad(run(query).square().sum(), [query, *module.parameters()]))
-
-    plain = gradients(lambda q: module(q, q, q)[0])
-    recorded = gradients(lambda q: record(module, q, q, q)[1][0])
-    assert all(map(torch.equal, plain, recorded))
-    assert len(plain) == 5
-
-
-TRANSFORMS: dict[str, Callable[[Attention, torch.Tensor], torch.Tensor]] = {
-    "vmap": lambda module, x: torch.func.vmap(module)(x[None].expand(2, -1, -1, -1)),
-    "grad": lambda module, x: torch.func.grad(lambda y: module(y).sum())(x),
-    "jvp": lambda module, x: torch.func.jvp(module, (x,), (x,))[1],
-    "checkpoint": lambda module, x: checkpoint(module, x.clone().requires_grad_(), use_reentrant=False),
-    "reentrant checkpoint": lambda module, x: checkpoint(module, x.clone().requires_grad_(), use_reentrant=True),
-    "a recording": lambda module, x: record(module, x)[1],
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules for jvp use it
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_what_wraps_a_forward_works_inside_of_a_recording(name: str) -> None:
-    module, x = Attention(), drawn(BATCH, QUERY, EMBED)
-    plain = TRANSFORMS[name](module, x)
-    recording, recorded = record(lambda: TRANSFORMS[name](module, x))
-    assert same(plain, recorded)
-    assert sum(op.base_name == "_softmax" for op in recording.ops) == 1
-
-
-def test_gradients_pass_through_a_checkpoint_that_was_recorded() -> None:
-    module, x = Attention(), drawn(BATCH, QUERY, EMBED).requires_grad_()
-    (plain,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).sum(), x)
-    _, output = record(lambda: checkpoint(module, x, use_reentrant=False))
-    assert torch.equal(plain, torch.autograd.grad(output.sum(), x)[0])
 
 
 def settings() -> tuple[Any, ...]:
@@ -175,50 +128,12 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("fast_path", [True, False])
-@pytest.mark.parametrize("raises", [True, False])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callable[[], Any]) -> None:
-    class Layer(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output = super().forward(x)
-            return output.view(-1, 1_000_003) if raises else output
-
-    layer, hooked = Layer().train(), []
-    layer.packed.register_forward_hook(lambda *_: hooked.append(1))
-    hooks, buffers = len(layer.packed._forward_hooks), dict(layer.named_buffers())
-    torch.backends.mha.set_fastpath_enabled(fast_path)
-    outside = settings()
-    try:
-        with mode():
-            before = settings()
-            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext():
-                record_opened(layer, drawn(BATCH, QUERY, EMBED))
-            assert settings() == before
-        assert settings() == outside
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    assert hooked == [1]
-    assert len(layer.packed._forward_hooks) == hooks
-    assert dict(layer.named_buffers()) == buffers
-    assert layer.training
-
-
 def test_an_error_inside_of_a_composite_operation_leaves_the_modes_as_they_were() -> None:
     with torch.inference_mode():
         before = settings()
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             record(lambda: torch.matmul(torch.ones(2, 3), torch.ones(5, 7)))
         assert settings() == before
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_buffers_come_out_as_a_plain_run_leaves_them(mode: Callable[[], Any]) -> None:
-    plain, recorded = nn.BatchNorm1d(EMBED), nn.BatchNorm1d(EMBED)
-    x = drawn(7, EMBED)
-    with mode():
-        assert same(plain(x), record(recorded, x)[1])
-    assert all(map(torch.equal, plain.buffers(), recorded.buffers()))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -239,32 +154,6 @@ def test_no_intermediate_result_is_held(mode: Callable[[], Any]) -> None:
     with mode():
         record(Chain(), drawn(BATCH, QUERY, EMBED))
     assert alive == [True, False]
-
-
-def test_a_sparse_intermediate_result_is_not_held_either() -> None:
-    alive = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            twice = x * 2
-            watch = weakref.ref(twice)
-            del twice
-            alive.append(watch() is not None)
-        return x
-
-    record(forward, torch.eye(3).to_sparse())
-    assert alive == [False] * 3
-
-
-class Nothing(nn.Module):
-    def forward(self) -> None:
-        return None
-
-
-def test_what_returns_nothing_and_does_nothing() -> None:
-    recording, returned = record(Nothing())
-    assert returned is None
-    assert recording.ops == recording.outputs == ()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -15,7 +15,6 @@ from mha_inspect.record.ops import Recording
 from mha_inspect.record.xray import XRay
 
 Q, K, V = torch.randn(3, 2, 6, 7, 4, generator=torch.Generator().manual_seed(0))  # each `batch heads position head_dim`
-KEYS_FROM_OUTSIDE = K.transpose(-2, -1)
 MASK = torch.ones(7, 7).tril().bool()
 BLIND = MASK.clone().fill_(False)
 
@@ -24,37 +23,9 @@ def _calls_of_a_kernel(x: Tensor, **settings: Any) -> Tensor:
     return F.scaled_dot_product_attention(x, K, V, **settings)
 
 
-def _plain() -> None:
-    x = Q
-    for _ in range(3):
-        x = _calls_of_a_kernel(x, is_causal=True)
-
-
-def _one_memory() -> None:
-    x = torch.stack((Q, K, V))
-    for _ in range(3):
-        q, k, v = x.unbind()
-        x = torch.stack((F.scaled_dot_product_attention(q, k, v), k, v))
-
-
-def _same_operands() -> None:
-    for _ in range(3):
-        F.scaled_dot_product_attention(Q, Q, V)
-
-
 def _masks() -> None:
     for mask in (MASK, MASK, BLIND, MASK.T, None, torch.randn(7, 7), MASK):
         _calls_of_a_kernel(Q, attn_mask=mask)
-
-
-def _scales() -> None:
-    for scale in (None, 0.5, 0.5, 0.25, None):
-        _calls_of_a_kernel(Q, scale=scale)
-
-
-def _grouped() -> None:
-    for _ in range(3):
-        F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True)
 
 
 def _layouts() -> None:
@@ -70,13 +41,6 @@ def _views_between() -> None:
         K.transpose(-2, -1).sum()
 
 
-def _views_from_outside() -> None:
-    """A view from outside the run is that which the steps of the last call made."""
-    for _ in range(3):
-        _calls_of_a_kernel(Q, is_causal=True)
-        KEYS_FROM_OUTSIDE.sum()
-
-
 def _on_meta_first() -> None:
     for device in ("meta", "cpu", "cpu"):
         mask = torch.zeros(7, 7, dtype=torch.bool, device=device)
@@ -90,25 +54,12 @@ def _written_between() -> None:
         k.mul_(2)
 
 
-def _parts() -> None:
-    for beta in (1, 1, 0.5, 1):
-        torch.baddbmm(torch.zeros(12, 7, 7), Q.flatten(0, 1), K.flatten(0, 1).mT, beta=beta).softmax(-1)
-
-
-def _half() -> None:
-    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16):
-        F.scaled_dot_product_attention(Q.to(dtype), K.to(dtype), V.to(dtype))
-
-
-def _dropout() -> None:
-    for probability in (0.0, 0.5, 0.5, 0.0):
-        _calls_of_a_kernel(Q, dropout_p=probability)
-
-
 CODE = (
-    *(_plain, _one_memory, _same_operands, _masks, _scales, _grouped, _layouts, _views_between, _written_between),
-    *(_views_from_outside, _on_meta_first),
-    *(_parts, _half, _dropout),
+    _masks,
+    _layouts,
+    _views_between,
+    _on_meta_first,
+    _written_between,
 )
 
 

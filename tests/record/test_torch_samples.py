@@ -20,11 +20,15 @@ SAMPLES = 3
 OPS = [op for op in methods.op_db if torch.float32 in op.supported_dtypes("cpu")]
 DRAWS = {"empty", "rand", "bernoulli", "multinomial", "normal"}
 """Results that differ in each run by themselves: memory without content, and operations that samples give no seed."""
-NAMED = ("nanmean", "masked.mean", "masked.var", "gather", "nn.functional.scaled_dot_product_attention", "softmax")
-CHOSEN = [op for at, op in enumerate(OPS) if at % 29 == 0 or op.name in NAMED]
+NAMED = ("masked.mean", "gather", "nn.functional.scaled_dot_product_attention", "softmax")
+CHOSEN = [op for at, op in enumerate(OPS) if at % 60 == 0 or op.name in NAMED]
 CHOSEN = [op for op in CHOSEN if not DRAWS & {*op.name.replace("nn.functional.", "").split("_")}]
 OTHER_WAY = ("svdvals", "eigvalsh")
 """Ends of the names of operations that torch computes another way under any dispatch mode: the last digit differs."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def same(call: Callable[[], Any], *, bits: bool = True) -> None:
@@ -51,8 +55,7 @@ def same(call: Callable[[], Any], *, bits: bool = True) -> None:
     for left, right in zip(plain, recorded, strict=True):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         if left.layout == torch.strided and bits:
-            each = [side.detach().contiguous().view(-1).view(torch.uint8) for side in (left, right) if side.numel()]
-            assert not each or torch.equal(*each)
+            assert left.numel() == 0 or torch.equal(bytes_of(left), bytes_of(right))
         elif left.layout == torch.strided:
             torch.testing.assert_close(left, right)
 
@@ -69,7 +72,7 @@ def test_an_operation_on_torchs_own_samples(op: Any) -> None:
         )
 
 
-MODULES = [info for at, info in enumerate(modules.module_db) if at % 7 == 0 or "Attention" in info.name]
+MODULES = [info for at, info in enumerate(modules.module_db) if at % 25 == 0 or "Attention" in info.name]
 MODULES += [info for info in modules.module_db if info.name.startswith("nn.Transformer")]
 MODULES = list({info.name: info for info in MODULES}.values())
 

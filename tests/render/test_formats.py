@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mha_inspect.render.formats import FORMATS, page_of, to_text
+from mha_inspect.render.formats import page_of, to_text
 from mha_inspect.render.page import Column, Page, Table, section, table
 from mha_inspect.render.terminal import to_table
 
@@ -22,7 +21,7 @@ from .samples import COMPARE, REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
 
 ESCAPE = "\x1b"
-WIDTHS = (1, 7, 20, 40, 60, 80, 100, 120, 140, 200)
+WIDTHS = (1, 20, 60, 100)
 
 
 @cache
@@ -39,7 +38,7 @@ def test_no_line_of_a_table_is_wider_than_asked_for(name, width):
     assert [line for line in lines if len(line) > width] == []
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("width", [60, 120])
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_name_is_cut_at_the_widths_of_terminals(name, width):
     page = rendered(name, "table", width=width)
@@ -79,12 +78,6 @@ def test_long_names_take_linear_time(name):
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_no_colour_means_no_escape(name):
-    assert ESCAPE not in rendered(name, "table", width=100)
-    assert ESCAPE not in rendered(name, "plain", color=True)
-
-
-@pytest.mark.parametrize("name", REPORTS)
 def test_colour_changes_nothing_but_the_colour(name):
     coloured = rendered(name, "table", width=100, color=True)
     assert ESCAPE in coloured
@@ -111,43 +104,33 @@ def test_no_colour_is_one_that_a_common_palette_makes_pale(name):
     assert codes <= {"0", "1", "2", "31", "32", "33", "35", "36", "94"}
 
 
+def body_of(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text[text.index("<body>") : text.index("</body>") + 7])
+
+
+def words_in(element: ElementTree.Element, tag: str) -> list[str]:
+    return ["".join(inner.itertext()) for inner in element.iter(tag)]
+
+
 @pytest.mark.parametrize("name", REPORTS)
-def test_html_is_tables_that_scroll_by_themselves_in_light_and_dark(name):
-    report, text = REPORTS[name], rendered(name, "html")
-    body = ElementTree.fromstring(text[text.index("<body>") : text.index("</body>") + 7])
-    page = page_of(report)
-    assert f"<title>mha-inspect: {page.title}</title>" in text
-    assert "@media (prefers-color-scheme: dark)" in text
+def test_html_tables_have_every_cell_in_full(name):
+    page = page_of(REPORTS[name])
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
-    found = [
-        list(around) for around in body.iter("div") if around.get("class") == "scroll" and around[0].tag == "table"
-    ]
-    assert len(found) == len(tables) == len(list(body.iter("table")))
-    for (shown,), block in zip(found, tables, strict=True):
-        assert ["".join(head.itertext()) for head in shown.iter("th")] == [column.title for column in block.columns]
-        rows = [["".join(field.itertext()) for field in row.iter("td")] for row in shown.iter("tr")][1:]
+    shown_tables = list(body_of(rendered(name, "html")).iter("table"))
+    assert len(shown_tables) == len(tables)
+    for shown, block in zip(shown_tables, tables, strict=True):
+        assert words_in(shown, "th") == [column.title for column in block.columns]
+        rows = [words_in(row, "td") for row in shown.iter("tr")][1:]
         assert rows == [[cell.full for cell in row] for row in block.rows]
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_plain_has_a_line_for_each_stage_with_its_fields_two_spaces_apart(name):
-    report, text = REPORTS[name], rendered(name, "plain")
-    assert not re.search("[─━│┃┌┐└┘├┤]", text)
-    assert not any(line.endswith(" ") for line in text.split("\n"))
-    for attention in getattr(report, "attentions", ()):
-        for stage in attention.stages:
-            mark = "*" if stage.opened else ""
-            shape = "[" + ", ".join(map(str, stage.shape)) + "]"
-            fields = [re.split("  +", line) for line in text.split("\n")]
-            assert any(f[:4] == [stage.name + mark, shape, stage.axes, stage.formula] for f in fields), stage.name
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", REPORTS)
-def test_equal_reports_give_equal_bytes(name, format):
-    first = rendered(name, format, width=90)
-    assert first == to_text(copy.deepcopy(REPORTS[name]), format, width=90)
-    assert first.endswith("\n")
+def test_html_has_a_title_and_two_themes_and_each_table_scrolls_by_itself(name):
+    text = rendered(name, "html")
+    assert f"<title>mha-inspect: {page_of(REPORTS[name]).title}</title>" in text
+    assert "@media (prefers-color-scheme: dark)" in text
+    scrolling = [around for around in body_of(text).iter("div") if around.get("class") == "scroll"]
+    assert [around[0].tag for around in scrolling if around[0].tag == "table"] == ["table"] * text.count("<table")
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -192,7 +175,7 @@ def test_an_unknown_format_is_refused():
         to_text(TRACE, "yaml")
 
 
-@pytest.mark.parametrize(("format", "rich"), [("plain", False), ("json", False), ("html", False), ("table", True)])
+@pytest.mark.parametrize(("format", "rich"), [("html", False), ("table", True)])
 def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
     code = (
         "import sys\n"

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.qkv, self.proj, self.attend = nn.Linear(8, 24), nn.Linear(8, 8), attend
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (side.unflatten(-1, (2, 4)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
         return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -36,11 +36,10 @@ def compiled_in_place() -> nn.Module:
     [
         lambda: Attention(torch.compile(attend)),
         lambda: Attention(torch.compile(flex_attention)),
-        lambda: nn.Sequential(torch.compile(Attention(attend))),
         lambda: torch.compile(Attention(attend)),
         compiled_in_place,
     ],
-    ids=["function", "flex", "submodule", "module", "in place"],
+    ids=["function", "flex", "module", "in place"],
 )
 def test_the_code_of_what_is_compiled_is_recorded(make):
     torch.manual_seed(0)
@@ -65,7 +64,7 @@ def test_the_setting_is_restored_when_the_forward_raises():
     assert torch._dynamo.eval_frame._stance is before
 
 
-attend_compiled = torch.compile(attend)
+attend_compiled = torch.compile(attend, backend="eager")
 
 
 class Named(Attention):
@@ -75,13 +74,12 @@ class Named(Attention):
         super().__init__(None)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (side.unflatten(-1, (2, 4)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
         return self.proj(attend_compiled(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("make", [lambda: Attention(torch.compile(attend)), Named], ids=["attribute", "name"])
-def test_a_block_says_that_compiled_functions_cannot_be_seen(make):
-    module, x = make().eval(), torch.randn(2, 5, 8)
+def test_a_block_says_that_compiled_functions_cannot_be_seen():
+    module, x = Named().eval(), torch.randn(2, 5, 8)
     with torch.no_grad(), mha_inspect.recording() as seen:
         module(x)
     (note,) = [note for note in seen.trace.notes if "compiled" in note]

@@ -27,16 +27,16 @@ class Counts(nn.Module):
 def test_a_replay_leaves_no_trace_and_begins_where_it_did() -> None:
     log: list[int] = []
     module, x = Counts(log), torch.randn(2, 3)
-    own, total = Subject(module, (x,), {}), module.total
-    before = own.state()
-    own.plain()
+    subject, total = Subject(module, (x,), {}), module.total
+    before = subject.state()
+    subject.plain()
     after = module.total
     for _ in range(2):
-        with own.replaying(before):
+        with subject.replaying(before):
             assert (module.calls, log, module.cache) == (0, [], {"first": 1})
             assert module.total is total
             assert not hasattr(module, "extra")
-            own.plain()
+            subject.plain()
         assert (module.calls, log, module.cache) == (1, [1], {"first": 1, "last": 1})
         assert module.log is log
         assert module.extra is x

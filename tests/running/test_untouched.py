@@ -37,7 +37,7 @@ _OF_OTHERS = ("nvfuser", "caught_jit", "DTensor", "cuda_is", "available")
 
 def state() -> dict[str, Any]:
     """Every setting of torch's that can be asked for, and what of Python's a tool could leave changed."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for space in _SPACES:
         for name in dir(space):
             asked = (name.startswith(_ASKED) or name.endswith("_enabled")) and not any(o in name for o in _OF_OTHERS)
@@ -46,11 +46,11 @@ def state() -> dict[str, Any]:
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 said = repr(getattr(space, name)())
-                found[f"{space.__name__}.{name}"] = "" if " at 0x" in said else said
+                answers[f"{space.__name__}.{name}"] = "" if " at 0x" in said else said
     modules = vars(nn.modules.module)
     flags = {name: value for name, value in vars(dispatch).items() if isinstance(value, (bool, int))}
     return {
-        **found,
+        **answers,
         **{f"dispatch.{name}": value for name, value in flags.items()},
         **{name: repr(value) for name, value in modules.items() if name.startswith("_global_")},
         "included": str(torch._C._dispatch_tls_local_include_set()),
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         return context.transpose(1, 2).flatten(2) @ (x if self.fails else x.mT)
 
 
-def made(num_heads: int = 2, *, fails: bool = False) -> nn.Module:
+def attention(num_heads: int = 2, *, fails: bool = False) -> nn.Module:
     """Build one without drawing from the generator."""
     with torch.random.fork_rng():
         return Attention(num_heads, fails).eval()
@@ -100,15 +100,15 @@ def _record(module: nn.Module, x: torch.Tensor) -> object:
 
 
 ASKED: dict[str, Callable[[torch.Tensor], object]] = {
-    "trace": lambda x: mha_inspect.trace(made(), x),
-    "trace, kept": lambda x: mha_inspect.trace(made(), x, keep=True, show=mha_inspect.Show(stats=True)),
-    "trace that fails": lambda x: mha_inspect.trace(made(fails=True), x),
-    "recording": lambda x: _record(made(), x),
-    "recording that fails": lambda x: _record(made(fails=True), x),
-    "params": lambda x: mha_inspect.params(made(), x, per_head=True),
-    "compare_heads": lambda x: mha_inspect.compare_heads((1, 2), made, x),
-    "diff": lambda x: mha_inspect.diff(made(), made(4), x, same_weights=True),
-    "check": lambda x: mha_inspect.check(made(), x),
+    "trace": lambda x: mha_inspect.trace(attention(), x),
+    "trace, kept": lambda x: mha_inspect.trace(attention(), x, keep=True, show=mha_inspect.Show(stats=True)),
+    "trace that fails": lambda x: mha_inspect.trace(attention(fails=True), x),
+    "recording": lambda x: _record(attention(), x),
+    "recording that fails": lambda x: _record(attention(fails=True), x),
+    "params": lambda x: mha_inspect.params(attention(), x, per_head=True),
+    "compare_heads": lambda x: mha_inspect.compare_heads((1, 2), attention, x),
+    "diff": lambda x: mha_inspect.diff(attention(), attention(4), x, same_weights=True),
+    "check": lambda x: mha_inspect.check(attention(), x),
     "encoder": lambda x: mha_inspect.trace(encoder(), x),
 }
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -120,8 +120,9 @@ def ask(asked: str, mode: str, x: torch.Tensor) -> None:
         ASKED[asked](x)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    ("asked", "mode"), [*((asked, "grad") for asked in ASKED), ("trace", "no_grad"), ("recording", "inference")]
+)
 def test_nothing_is_changed(asked: str, mode: str) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     ask(asked, mode, x)  # what is imported for the first time may do as it likes
@@ -137,19 +138,19 @@ def test_nothing_is_changed_by_eight_threads_at_once_and_each_has_its_own_answer
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     module = encoder()
     alone = {grad: repr(_traced(module, x, grad)) for grad in (True, False)}
-    before, found, turn = state(), [], threading.Barrier(8)
+    before, answers, turn = state(), [], threading.Barrier(8)
 
     def run(grad: bool) -> None:
         turn.wait(30)
-        found.extend((grad, repr(_traced(module, x, grad))) for _ in range(3))
+        answers.extend((grad, repr(_traced(module, x, grad))) for _ in range(2))
 
     threads = [threading.Thread(target=run, args=(place % 2 == 0,)) for place in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 24
-    assert all(answer == alone[grad] for grad, answer in found)
+    assert len(answers) == 16
+    assert all(answer == alone[grad] for grad, answer in answers)
     assert state() == before
 
 
@@ -161,16 +162,17 @@ def _traced(module: nn.Module, x: torch.Tensor, grad: bool) -> object:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory of the process from /proc")
 def test_the_process_does_not_grow_from_trace_to_trace() -> None:
     x = torch.randn(3, 5, 8)
-    module = made()
+    module = attention()
+    gc.freeze()  # a collection looks through what these traces make, and not through what other tests left
 
     def resident() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     with torch.no_grad():
-        for _ in range(20):
+        for _ in range(5):
             mha_inspect.trace(module, x)
         before = resident()
-        for _ in range(200):
+        for _ in range(30):
             mha_inspect.trace(module, x)
-    assert resident() - before < 5_000_000
+    assert resident() - before < 1_000_000
