@@ -38,7 +38,7 @@ def test_json_follows_its_schema_and_comes_out_the_same_again(invoke: Callable[.
     assert (first.code, first.err) == (0, "")
     data = json.loads(first.out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     jsonschema.Draft202012Validator(load_schema(LINES[name].split()[0])).validate(data)
-    assert data["schema_version"] == 2
+    assert data["schema_version"] == 3
     torch.manual_seed(5)  # nothing hangs on what ran before
     torch.randn(7)
     assert invoke(*LINES[name].split(), "--json").out == first.out

@@ -201,9 +201,9 @@ def test_a_report_says_whether_the_answer_is_good(tmp_path) -> None:
 def test_one_check_is_chosen_by_its_name(names) -> None:
     x, layer = torch.randn(2, 5, 12), nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval()
     report = mha_inspect.check(layer, x, only=names)
-    assert [passed.check for passed in report.held] == ["heads"]
+    assert [passed.check for passed in report.passed] == ["heads"]
     report = mha_inspect.check(layer, x, skip=names)
-    assert "heads" not in [passed.check for passed in report.held]
+    assert "heads" not in [passed.check for passed in report.passed]
     with pytest.raises(SpecError, match=r"Unknown check haeds.*Did you mean heads"):
         mha_inspect.check(layer, x, only="haeds")
 

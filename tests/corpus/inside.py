@@ -143,11 +143,6 @@ def first_dims(self: Attend, q: Tensor, k: Tensor) -> Pair:
     return q, k
 
 
-def from_argument(self: Attend, q: Tensor, k: Tensor, freqs_cis: Tensor) -> Pair:
-    q, k = (torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * freqs_cis) for x in (q, k))
-    return q.flatten(-2), k.flatten(-2)
-
-
 LONG = angles(length=50)
 
 

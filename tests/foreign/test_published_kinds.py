@@ -535,7 +535,7 @@ def test_a_given_cache_may_be_filled_and_a_given_input_may_not_be_changed() -> N
     torch.manual_seed(0)
     slots = tuple(torch.zeros(B, KV_HEADS, SLOTS, HEAD_DIM) for _ in range(2))
     report = check(GivenCache(), torch.randn(B, N, WIDTH), torch.arange(N), slots)
-    assert "inputs" in {passed.check for passed in report.held}
+    assert "inputs" in {passed.check for passed in report.passed}
     findings = check(TwoInPlace(), torch.randn(B, N, WIDTH)).findings
     assert "inputs" in {finding.check for finding in findings}
 

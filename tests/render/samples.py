@@ -218,7 +218,7 @@ CHECK = CheckReport(
         Fact("who sees whom", "causal", ("■··", "■■·", "■■■")),
         Fact("mask", "attention_mask: 1 keeps a key, 0 ignores it"),
     ),
-    held=(PassedCheck("batch", "a row of the batch moves no other row"),),
+    passed=(PassedCheck("batch", "a row of the batch moves no other row"),),
     left_out=(SkippedCheck("cache", "not declared: cache"),),
     runs=9,
     notes=("x was drawn from the seed.",),

@@ -55,7 +55,7 @@ def test_every_command_has_a_schema():
 def test_json_follows_its_schema(name):
     data = data_of(REPORTS[name])
     validator(data["command"]).validate(data)
-    assert data["schema_version"] == 2
+    assert data["schema_version"] == 3
 
 
 FULL = {

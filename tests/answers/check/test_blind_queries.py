@@ -23,7 +23,7 @@ def findings(report: CheckReport, check: str) -> list[str]:
 
 
 def passes(report: CheckReport) -> bool:
-    return "parameters" in {passed.check for passed in report.held}
+    return "parameters" in {passed.check for passed in report.passed}
 
 
 class Scored(nn.Module):

@@ -57,7 +57,7 @@ def report_of(name: str) -> CheckReport:
 def test_a_bias_of_relative_positions_is_checked_with_the_cache(name: str) -> None:
     right = report_of(name)
     assert not right.findings
-    assert [passed.check for passed in right.held] == ["cache"]
+    assert [passed.check for passed in right.passed] == ["cache"]
     with bias_from_zero():
         (finding,) = report_of(name).findings
     assert finding.sure

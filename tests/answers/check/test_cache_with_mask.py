@@ -129,7 +129,7 @@ def test_right_calls_pass(batch: int, window: int, given: bool) -> None:
     intent = {"window": window} if window else {}
     report = report_of(Cached(window=window), batch=batch, given=given, **intent)
     assert report.findings == ()
-    assert {"cache", "padding"} <= {passed.check for passed in report.held}
+    assert {"cache", "padding"} <= {passed.check for passed in report.passed}
 
 
 def test_a_mask_of_the_new_tokens_alone_is_another_convention() -> None:

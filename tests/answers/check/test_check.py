@@ -113,8 +113,8 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     reasons = {skipped.check: skipped.reason for skipped in report.left_out}
     assert "gradients cannot be computed" in reasons["parameters"]
     assert "meta" in reasons["heads"]
-    assert {passed.check for passed in report.held} == {"scale", "parameters"}
-    assert "every projection is used once" in {passed.sentence for passed in report.held}
+    assert {passed.check for passed in report.passed} == {"scale", "parameters"}
+    assert "every projection is used once" in {passed.sentence for passed in report.passed}
     assert report.runs == 1
     assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), x).ok
 
@@ -256,7 +256,7 @@ def test_rows_that_attend_to_each_other_are_told_once() -> None:
     """A row alone has one key, which gives its query no gradient and another output: neither is a fault of its own."""
     report = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(batch_axis=1))
     assert [finding.check for finding in report.findings] == ["batch"]
-    assert {"parameters", "training"} <= {passed.check for passed in report.held}
+    assert {"parameters", "training"} <= {passed.check for passed in report.passed}
 
 
 def test_a_future_key_is_said_to_be_after_its_query() -> None:

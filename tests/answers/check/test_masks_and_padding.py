@@ -96,7 +96,7 @@ def test_as_many_items_as_tokens_change_nothing() -> None:
     mask = marks((4,) * 4, 4)
     report = checked(Causal(), mask, causal=True, cache="cache", **KEEP)
     assert report.findings == ()
-    assert {"padding", "cache"} <= {passed.check for passed in report.held}
+    assert {"padding", "cache"} <= {passed.check for passed in report.passed}
     proof = decoded(Subject(Causal().eval(), (torch.randn(4, 4, E), mask), {}), Show(), 2)[0].decode
     assert proof is not None
     assert proof.verdict == "same"
@@ -131,7 +131,7 @@ def test_right_masks_of_padding_are_not_accused(module: type[Padded], lengths: t
     mask = marks(lengths, 8)
     report = checked(module(), mask.flip(1) if is_left else mask, **KEEP)
     assert faults(report) == []
-    assert "padding" in {passed.check for passed in report.held}
+    assert "padding" in {passed.check for passed in report.passed}
 
 
 def lowered(number: float) -> Right:

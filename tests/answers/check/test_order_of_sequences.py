@@ -39,7 +39,7 @@ def report_of(module: nn.Module, *lengths: int) -> CheckReport:
 def test_an_encoder_may_see_its_whole_source(module: nn.Module, lengths: tuple[int, int]) -> None:
     report = report_of(module, *lengths)
     assert report.findings == ()
-    assert "causal" in {passed.check for passed in report.held}
+    assert "causal" in {passed.check for passed in report.passed}
 
 
 def test_a_decoder_without_a_mask_is_a_fault() -> None:

@@ -59,7 +59,7 @@ def report_of(module: nn.Module) -> CheckReport:
 def test_right_pooling_passes(module: nn.Module) -> None:
     report = report_of(module)
     assert report.findings == ()
-    assert "padding" in {passed.check for passed in report.held}
+    assert "padding" in {passed.check for passed in report.passed}
 
 
 def test_a_mask_that_spares_the_class_token_is_not_said_to_reach_no_score() -> None:

@@ -159,7 +159,7 @@ def test_published_code_is_not_accused_and_its_cache_is_continued_by_positions(
     module, args = draw()
     report = mha_inspect.check(module, *args, intent=Intent(causal=True, scale="sqrt_head_dim", cache=cache))
     assert report.findings == ()
-    assert {"cache", "causal", "scale", "grouped", "rotary"} <= {passed.check for passed in report.held}
+    assert {"cache", "causal", "scale", "grouped", "rotary"} <= {passed.check for passed in report.passed}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_three_mistakes_are_three_findings() -> None:
     ]
     # Nothing that relies on one token per position has passed.
     relies = {"rotary", "mixing", "causal", "window", "padding", "cache"}
-    assert relies.isdisjoint({passed.check for passed in report.held})
+    assert relies.isdisjoint({passed.check for passed in report.passed})
     declared = mha_inspect.check(module, torch.randn(B, N, E), intent=Intent(causal=True))
     assert [finding.check for finding in declared.findings if finding.sure] == ["heads", "causal"]
 
@@ -239,6 +239,6 @@ class NoMask(Right):
 
 def test_a_mask_is_given_in_the_form_that_the_forward_takes() -> None:
     x, intent = torch.randn(B, N, E), Intent(padding="attention_mask", padding_true="keep")
-    assert "padding" in {passed.check for passed in mha_inspect.check(FourD(), x, intent=intent).held}
+    assert "padding" in {passed.check for passed in mha_inspect.check(FourD(), x, intent=intent).passed}
     with pytest.raises(InputError, match=r"padding was declared and could not run.*no mask is taken"):
         mha_inspect.check(NoMask(), x, intent=intent)

@@ -30,7 +30,7 @@ class Rotated(Right):
 
 def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
     report = check(Rotated(**fused()).bfloat16(), given().bfloat16(), only=["rotary"])
-    assert (report.findings, [passed.check for passed in report.held]) == ((), ["rotary"])
+    assert (report.findings, [passed.check for passed in report.passed]) == ((), ["rotary"])
 
 
 class Summarized(Right):
@@ -85,7 +85,7 @@ def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_me
     intent = Intent(padding="mask", padding_true="keep")
     report = check(module, given(), decoder_x=-given(), intent=intent, only=["padding"])
     assert [finding.check for finding in report.findings] == ["padding"] * (not hides_memory)
-    assert ("padding" in {passed.check for passed in report.held}) == hides_memory
+    assert ("padding" in {passed.check for passed in report.passed}) == hides_memory
 
 
 class Gated(Right):
@@ -233,7 +233,7 @@ class Hides(Right):
 def test_a_token_that_a_mask_hides_is_no_proof_that_tokens_do_not_mix() -> None:
     report = check(Hides(), given())
     assert report.findings == ()
-    assert "mixing" in {passed.check for passed in report.held}
+    assert "mixing" in {passed.check for passed in report.passed}
     (finding,) = check(Hides(factor=0), given(), only=["mixing"]).findings
     assert finding.sure
     tokens = re.findall(r"\d+", finding.evidence)

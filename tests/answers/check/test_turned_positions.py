@@ -116,7 +116,7 @@ def said(report: CheckReport) -> list[str]:
 def test_right_layouts_are_not_accused(kind: type[nn.Module], batch: int, length: int) -> None:
     report = checked(kind, batch, length)
     assert said(report) == []
-    assert "rotary" in {passed.check for passed in report.held}
+    assert "rotary" in {passed.check for passed in report.passed}
 
 
 @pytest.mark.parametrize(("kind", "batch"), [(Rotated, 1), (HeadsFirst, 2)])

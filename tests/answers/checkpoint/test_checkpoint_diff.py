@@ -90,7 +90,7 @@ def test_attentions_under_other_names(tmp_path):
     right["layers.1.attention.wk.weight"][9] *= 1.5
     report = compared(tmp_path, left, right, right_config=None)
     assert (report.only_left, report.only_right) == ((), ())
-    pairs = {pair.name: (pair.other, pair.verdict) for pair in report.tensors}
+    pairs = {pair.name: (pair.right_name, pair.verdict) for pair in report.tensors}
     assert pairs["layers.1.self_attn.k_proj.weight"] == ("layers.1.attention.wk.weight", "differs")
     assert pairs["layers.0.self_attn.k_proj.weight"] == ("layers.0.attention.wk.weight", "same bits")
     assert [(part.left, part.part) for part in report.parts if part.verdict == "differs"] == [
@@ -118,7 +118,7 @@ def test_one_tensor_of_all_parts_against_one_for_each(tmp_path):
         expected["c_attn.weight", f"{letter}_proj.weight"] = ("same, permuted", words)
         expected["c_attn.bias", f"{letter}_proj.bias"] = ("same bits", words)
     for pair in report.tensors:
-        names = pair.name.removeprefix("h.0.attn."), pair.other.removeprefix("h.0.attn.")
+        names = pair.name.removeprefix("h.0.attn."), pair.right_name.removeprefix("h.0.attn.")
         assert (pair.verdict, pair.note) == expected.pop(names)
     assert expected == {}
     assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
@@ -129,7 +129,7 @@ def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
     right["h.0.attn.k_proj.weight"] = right["h.0.attn.k_proj.weight"].clone()
     right["h.0.attn.k_proj.weight"][13, 5] += 3
     report = compared(tmp_path, packed(), right, left_config=None, right_config=None, num_heads=4)
-    assert [pair.other for pair in report.tensors if pair.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
+    assert [pair.right_name for pair in report.tensors if pair.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
     assert report.answer[-1] == "In h.0.attn only head 2 of W_k changed."  # row 13, in heads of 6
 
 
@@ -155,7 +155,7 @@ def test_a_tensor_that_is_no_part_of_an_attention_is_known_by_its_numbers(tmp_pa
     left = llama()
     right = {name.replace("embed", "tok_embeddings"): tensor.bfloat16() for name, tensor in left.items()}
     (pair,) = [pair for pair in compared(tmp_path, left, right).tensors if pair.name == "embed.weight"]
-    assert (pair.other, pair.verdict) == ("tok_embeddings.weight", "same within rounding")
+    assert (pair.right_name, pair.verdict) == ("tok_embeddings.weight", "same within rounding")
 
 
 def test_nan_is_equal_to_itself_and_to_no_number(tmp_path):
