@@ -260,8 +260,8 @@ class Subject:
             return self._run_wider(run, self.without_ones)
         if not run.attentions:
             return None
-        for dims in self._dims_of_one():
-            wider = self._run_wider(run, partial(self._repeated, dims))
+        for times in self._repetitions():
+            wider = self._run_wider(run, partial(self._repeated, times))
             if wider is not None:
                 return wider
         return None
@@ -282,35 +282,38 @@ class Subject:
         except Exception:  # user code may raise anything at sizes that nobody asked for
             return None
 
-    def _dims_of_one(self) -> list[tuple[int, ...]]:
-        """Return which of the first two dimensions to enlarge: all with an argument of size 1, then each alone.
+    def _repetitions(self) -> list[dict[int, int]]:
+        """Return how to enlarge arguments of size 1 in their first two dimensions, in the order to try: `{0: 2, 1: 3}`.
 
+        First both dimensions, to different sizes; then each alone; at last both to the same size, because a dimension
+        of one argument may be another one of the next: the tokens of `token batch embed` and of a mask `batch token`.
         Empty if no size is 1, or if a run may change an argument that cannot be copied.
         """
         values: list[Any] = []
         changed((self.args, self.kwargs), values.append)
         if not all(map(_can_be_repeated, values)):
             return []
-        dims: set[int] = set()
+        times: dict[int, int] = {}
         for value in values:
             if not isinstance(value, torch.Tensor) or not _is_batched(value):
                 continue
             for dim in (0, 1):
                 if value.shape[dim] == 1:
-                    dims.add(dim)
-        if len(dims) == 2:
-            return [(0, 1), (0,), (1,)]
-        return [(dim,) for dim in dims]
+                    times[dim] = 2 + dim
+        if not times:
+            return []
+        first = [times, {0: 2}, {1: 3}] if len(times) == 2 else [times]
+        return [*first, {0: 3, 1: 3}]
 
-    def _repeated(self, dims: tuple[int, ...], module: nn.Module) -> Subject:
+    def _repeated(self, times: Mapping[int, int], module: nn.Module) -> Subject:
         """Return this call of a module with every argument repeated along these dimensions if its size there is 1."""
 
         def repeated(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            for dim in dims:
-                if value.dim() > max(dim, 1) and value.shape[dim] == 1:
-                    value = value.repeat_interleave(2 + dim, dim)
+            for dim, count in times.items():
+                if value.dim() > max(*times, 1) and value.shape[dim] == 1:
+                    value = value.repeat_interleave(count, dim)
             return value.detach().clone()
 
         args, kwargs = changed((self.args, self.kwargs), repeated)

@@ -177,3 +177,17 @@ def test_what_a_run_may_change_is_not_run_a_second_time() -> None:
     with torch.no_grad():
         mha_inspect.trace(Cached(), torch.randn(1, 5, 12), cache)
     assert cache.calls == 1
+
+
+def test_one_token_first_beside_a_mask_of_padding_has_the_names_of_three() -> None:
+    """The tokens are the first dimension of the queries, and the second one of the mask."""
+    layer = nn.MultiheadAttention(4, 2, add_zero_attn=True).eval()
+
+    def axes(tokens: int) -> list[tuple[str, str]]:
+        x = torch.randn(tokens, 2, 4)
+        padding = torch.zeros(2, tokens, dtype=torch.bool)
+        (attention,) = mha_inspect.trace(layer, x, x, x, key_padding_mask=padding).attentions
+        return [(stage.name, stage.axes) for stage in attention.stages]
+
+    assert axes(1) == axes(3)
+    assert dict(axes(1))["query"] == "query batch embed"
