@@ -353,6 +353,7 @@ CASES = [
         intent=CAUSAL,
     ),
     Case("MaskOfTheOtherSign", "masking", masked(future, 1e9), masked(future, -1e9)),
+    _causal("CausalWithoutItself", wrong=masked(lambda s: future(s, 0), -1e9), twin=masked(future, -1e9)),
     _causal("CausalForgotten", wrong=fused(), twin=fused(is_causal=True)),
     # the triangle lies over the heads' axis and is broadcast over the queries
     _causal("CausalAlongHeads", wrong=masked(lambda s: future(s)[:H][None, :, None], -1e9), twin=masked(future, -1e9)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,14 @@ def assert_heads_are_rows(module: Heads, x: Tensor) -> None:
     assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
 
 
+def assert_stages_are_whole(stages: dict[str, Any]) -> None:
+    """Shapes, axes and FLOPs are those of the attention and not of a piece."""
+    assert (stages["scores"].shape, stages["scores"].axes) == ((B, HEADS, N, N), "batch heads query key")
+    assert (stages["query"].axes, stages["output"].axes) == ("batch query embed",) * 2
+    assert stages["scores"].flops == stages["context"].flops == 2 * B * HEADS * N * N * HEAD_DIM
+    assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
+
+
 @pytest.mark.parametrize("way", [*WAYS, None])
 def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     torch.manual_seed(0)
@@ -111,11 +120,7 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     expected = {"q_heads": q, "k_heads": k, "v_heads": v, "scores": scores, "weights": weights, "context": weights @ v}
     for stage, value in expected.items():
         torch.testing.assert_close(content_of(run, attention, names, stage), value)
-    stages = {stage.name: stage for stage in shown.stages}
-    assert (stages["scores"].shape, stages["scores"].axes) == ((B, HEADS, N, N), "batch heads query key")
-    assert (stages["query"].axes, stages["output"].axes) == ("batch query embed",) * 2
-    assert stages["scores"].flops == stages["context"].flops == 2 * B * HEADS * N * N * HEAD_DIM
-    assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
+    assert_stages_are_whole({stage.name: stage for stage in shown.stages})
     assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in shown.notes)
     plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
     assert diff(module, plain, x, same_weights=True).outcome == "same"

@@ -17,6 +17,8 @@ from mha_inspect.naming.pattern import STAGES
 from mha_inspect.record.ops import Recording
 from tests.recorded import record_opened
 
+_SCORES = "batch heads query key"
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -82,30 +84,47 @@ def attentions(module: Any, *args: Any, grad: bool = False, **kwargs: Any) -> li
 
 def assert_true(attention: Shown) -> None:
     """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are."""
-    found, axes = attention.found, attention.axes()
-    assert list(found.stages) == [stage for stage in STAGES if stage in found.stages]
-    for stage, pattern in axes.items():
+    assert list(attention.found.stages) == [stage for stage in STAGES if stage in attention.found.stages]
+    _assert_names_are_whole(attention)
+    _assert_scores_are_products(attention)
+    _assert_weights_average_values(attention, _weights_of(attention))
+
+
+def _assert_names_are_whole(attention: Shown) -> None:
+    for stage, pattern in attention.axes().items():
         words = re.findall(r"\w+", pattern)
         assert len(words) == len(set(words)), (stage, pattern)
         assert all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
-    value_dim = "v_head_dim" if "v_head_dim" in attention.words() else "head_dim"
-    scores_axes = "batch heads query key"
-    q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
-    v = attention.canonical("v_heads", f"batch heads key {value_dim}")
-    last = "masked_scores" if "masked_scores" in found.stages else "scores"
+
+
+def _assert_scores_are_products(attention: Shown) -> None:
+    scale = attention.found.scores_scale
+    if "scores" not in attention.found.stages or scale is None:
+        return
+    q = attention.canonical("q_heads", "batch heads query head_dim")
+    k = attention.canonical("k_heads", "batch heads key head_dim")
+    assert_close(q @ k.transpose(-1, -2) * scale, attention.canonical("scores", _SCORES))
+
+
+def _weights_of(attention: Shown) -> torch.Tensor:
+    """Return the weights, `batch heads query key`, after comparing them with the softmax of the last scores."""
+    stages = attention.found.stages
+    last = "masked_scores" if "masked_scores" in stages else "scores"
     # Where the sum divides what the exponentials give with the values, there are no weights.
-    formed = "weights" in found.stages
-    weights = (
-        attention.canonical("weights", scores_axes) if formed else attention.canonical(last, scores_axes).softmax(-1)
-    )
-    if "scores" in found.stages and found.scores_scale is not None:
-        assert_close(q @ k.transpose(-1, -2) * found.scores_scale, attention.canonical("scores", scores_axes))
-    on_exponentials = found.masks and last == "scores"
-    if last in found.stages and found.sinks is None and not on_exponentials:
-        assert_close(attention.canonical(last, scores_axes).softmax(-1), weights)
+    if "weights" not in stages:
+        return attention.canonical(last, _SCORES).softmax(-1)
+    weights = attention.canonical("weights", _SCORES)
+    masks_exponentials = attention.found.masks and last == "scores"
+    if last in stages and attention.found.sinks is None and not masks_exponentials:
+        assert_close(attention.canonical(last, _SCORES).softmax(-1), weights)
+    return weights
+
+
+def _assert_weights_average_values(attention: Shown, weights: torch.Tensor) -> None:
+    value_dim = "v_head_dim" if "v_head_dim" in attention.words() else "head_dim"
     context = attention.canonical("context", f"batch heads query {value_dim}")
-    assert_close(weights @ v, context)
-    if "concat" in found.stages and not found.branches and _only_moved(attention):
+    assert_close(weights @ attention.canonical("v_heads", f"batch heads key {value_dim}"), context)
+    if "concat" in attention.found.stages and not attention.found.branches and _only_moved(attention):
         assert_close(attention.canonical("concat", f"batch heads query {value_dim}"), context)
 
 

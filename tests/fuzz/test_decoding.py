@@ -400,7 +400,7 @@ def test_decode_loops(try_all: Callable[..., None]) -> None:
         assert steps is not None
         assert [(row.queries, row.past) for row in steps] == [(row.queries, row.past) for row in trace.steps]
 
-    try_all(check, loops(), 14)
+    try_all(check, loops(), 10)
 
 
 class Faulty(Layer):
@@ -518,4 +518,4 @@ def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None])
             assert any("top left" in finding.sentence for finding in findings)
 
     cases = st.builds(FaultyLoop, loops(), st.sampled_from([*EXPECTED]), st.sampled_from((1, 2)))
-    try_all(check, cases, 45)
+    try_all(check, cases, 32)

@@ -40,7 +40,7 @@ def difference(*paths):
     shown(diff_of_checkpoints(*paths))
 
 
-@pytest.mark.parametrize(("look", "files", "number"), [(read, 1, 500), (of_checkpoint, 1, 150), (difference, 2, 100)])
+@pytest.mark.parametrize(("look", "files", "number"), [(read, 1, 200), (of_checkpoint, 1, 80), (difference, 2, 60)])
 def test_a_file_is_answered_or_refused(try_all, tmp_path, look, files, number):
     def check(case):
         paths = []

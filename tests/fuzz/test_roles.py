@@ -278,4 +278,4 @@ def test_roles(try_all: Callable[..., None]) -> None:
         intent = mha_inspect.Intent(causal=True, batch_axis=1 if of.first == "position" else 0)
         assert mha_inspect.check(module, x, intent=intent).findings == ()
 
-    try_all(check, choices(), 36)
+    try_all(check, choices(), 24)
