@@ -331,13 +331,13 @@ class StageFacts:
         projection = self._attention.projections.get(_SIDE_OF_HEADS.get(stage, ""))
         if projection is None:
             return False
-        own = self._parameters_of(projection)
+        of_projection = self._parameters_of(projection)
         for op in self._way_to(stage):
             if not _joins_positions(op):
                 continue
             for tensor in op.inputs:
                 others = list(self._parameters_behind(tensor))
-                if others and all(own.isdisjoint(storages) for storages in others):
+                if others and all(of_projection.isdisjoint(storages) for storages in others):
                     return True
         return False
 

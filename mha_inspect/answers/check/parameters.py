@@ -103,8 +103,8 @@ def _unused_siblings(readers: Readers, name: str) -> dict[str, str]:
     return siblings
 
 
-def _sibling_module(name: str, other: str) -> str:
-    """Return the path of a parameter up to the only word that differs from the path of another; else empty.
+def _sibling_module(name: str, used: str) -> str:
+    """Return the path of a parameter up to the only word that differs from the path of a used one; else empty.
 
     Parameters of one module are no siblings: empty too, except for those of the outermost module.
 
@@ -117,10 +117,10 @@ def _sibling_module(name: str, other: str) -> str:
     >>> _sibling_module("w_k", "w_q")
     'w_k'
     """
-    words, other_words = name.split("."), other.split(".")
-    if len(words) != len(other_words):
+    words, used_words = name.split("."), used.split(".")
+    if len(words) != len(used_words):
         return ""
-    unlike = [place for place, word in enumerate(words) if word != other_words[place]]
+    unlike = [place for place, word in enumerate(words) if word != used_words[place]]
     if len(unlike) != 1:
         return ""
     place = unlike[0]
