@@ -60,6 +60,8 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
         raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
     # A token that a mask hides from every other query proves nothing: others are named where there are any.
     visible = [token for token in reach if token in evidence.seen_by_others]
+    if visible and not any(_is_weighed_by_others(evidence, token) for token in visible):
+        raise NotPossibleError("the weights are so sharp that the changed tokens have none from other queries")
     if not visible:
         visible = list(reach)
     tokens = " or ".join(map(str, visible))
@@ -75,6 +77,21 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
         source=evidence.scores_line,
         fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
     )
+
+
+def _is_weighed_by_others(evidence: Evidence, token: int) -> bool:
+    """Return whether another query gives a token of batch item 0 a weight that is not rounded away in a sum.
+
+    True too if no weights of all tokens show it.
+    """
+    length = evidence.source.length
+    sights = [sight for sight in evidence.sights if sight.queries == length <= sight.keys]
+    for sight in sights:
+        key = sight.first + token
+        is_other_query = sight.distance[:, key] != 0
+        if bool((sight.weighed[:, key] & is_other_query).any()):
+            return True
+    return not sights
 
 
 def _has_keys_of_another_source(evidence: Evidence) -> bool:

@@ -29,6 +29,8 @@ class SeenKeys:
     """`batch heads query key`: True where a head gives no weight to a key."""
     heavy: Tensor
     """`query key`: True if any head of the first batch item has a weight that changes a sum by more than rounding."""
+    weighed: Tensor
+    """`query key`: False if every head of the first batch item gives a weight that its dtype rounds away in a sum."""
     shares: Tensor
     """`heads`: whether a query gives weight to several keys."""
     faint: float

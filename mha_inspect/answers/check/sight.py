@@ -123,12 +123,14 @@ def _seen_keys(
     if attention.masks and _are_alike_for_queries(seen):
         over = _laid_over(weights, scores)
     is_heavy = weights > _HEAVY
+    is_weighed = weights[0] > torch.finfo(weights.dtype).eps  # heads query key
     return SeenKeys(
         attention=attention,
         layout=layout,
         by_head=by_head,
         zeros=(weights == 0).cpu(),
         heavy=is_heavy[0].any(0).cpu() & (not attention.weights_changed),
+        weighed=is_weighed.any(0).cpu() | attention.weights_changed,
         shares=(is_heavy.sum(-1) > 1).any(-1).any(0),
         faint=weighing.faint,
         first=first_key,

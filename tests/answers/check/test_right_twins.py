@@ -308,3 +308,12 @@ def test_a_weight_that_is_too_small_for_its_dtype_is_no_mask(scale: float, dtype
     assert module(x).isfinite().all()
     findings = check(module, x, intent=Intent(causal=True)).findings
     assert [finding for finding in findings if finding.sure] == []
+
+
+@pytest.mark.parametrize("seed", [7, 11])
+def test_tokens_without_a_weight_from_other_queries_prove_nothing(seed: int) -> None:
+    torch.manual_seed(seed)
+    report = check(Scored(scale=60), given(length=2 * N), intent=Intent(causal=True))
+    assert report.findings == ()
+    (reason,) = [skipped.reason for skipped in report.left_out if skipped.check == "mixing"]
+    assert "sharp" in reason
