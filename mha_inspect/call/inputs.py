@@ -61,7 +61,10 @@ def make_call(target: Target, asked: Asked) -> Call:
     if target.call is not None:
         return _returned_call(target, asked)
     forward = Forward.of(target.module, target.name)
-    sizes = Sizes(target, forward, asked.inputs.unbatched)
+    # For the runs that show the inputs, before it is known which of them are sequences.
+    forward = replace(forward, batch_first=_layout(forward, forward.tensors, asked).batch_first)
+    lengths = (asked.inputs.seq_len, asked.inputs.keys)
+    sizes = Sizes(target, forward, asked.inputs.unbatched, lengths)
     shapes = forward.named(asked.shapes, "--input-shape")
     given = _given_values(sizes, asked)
     for name in shapes:
@@ -236,7 +239,10 @@ def _guessed(sizes: Sizes, drawing: _Drawing, plans: Mapping[str, Plan], names: 
         together = {**plans, **guesses}
         return drawing.probed(together, guesses, whole=whole)
 
-    return guessed_plans(sizes, names, {*drawing.given, *plans}, run)
+    def runs(guesses: Mapping[str, Plan]) -> bool:
+        return drawing.runs({**plans, **guesses})
+
+    return guessed_plans(sizes, names, {*drawing.given, *plans}, run, runs)
 
 
 def _with_configured(drawing: _Drawing, plans: Mapping[str, Plan], names: list[str]) -> dict[str, Plan]:

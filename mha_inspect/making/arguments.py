@@ -28,7 +28,7 @@ from .vocabulary import ALIASES, Flags, flag_of, kind_of, named_for, origin_of
 if TYPE_CHECKING:
     from torch import nn
 
-INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
+INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128", "int64", "int32", "bool")
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),

@@ -212,8 +212,8 @@ class Named(Attention):
 class Scaled(Attention):
     """Takes what nothing tells, behind what a name tells."""
 
-    def forward(self, x, freqs_cis):
-        return self.attended(x * freqs_cis, lambda s: s)
+    def forward(self, x, angles):
+        return self.attended(x * angles, lambda s: s)
 
 
 class NoWeights(nn.Module):
