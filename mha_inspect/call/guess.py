@@ -393,7 +393,7 @@ def guessed_plans(
 
 
 def _plan_by_evidence(sizes: Sizes, name: str, plan: Plan, evidence: Evidence) -> Plan:
-    """Return the plan of an argument after its use: a matrix reads the last axis of an image, a convolution channels."""
+    """Return the plan after a use: a matrix reads the last axis of an image, a convolution its channels."""
     if evidence.kind != "width":
         return sizes.plan(name, evidence.kind, evidence.size, is_1d=evidence.is_1d)
     if plan.kind == "image" and not evidence.is_1d:

@@ -424,7 +424,8 @@ def _can_be_repeated(value: Any) -> bool:
     """Return whether an argument is a tensor, or has nothing that a run may change: a number, or an empty list."""
     if isinstance(value, (torch.Tensor, *PLAIN)):
         return True
-    return value in ((), [], {})
+    # An array compares each of its elements, so containers are recognized by their type.
+    return isinstance(value, (tuple, list, dict)) and not value
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:

@@ -33,7 +33,8 @@ _FORMS = {
     "unbatched": "def forward(self, tokens):\n        n, d = tokens.shape\n        return self.attend(tokens[None])",
     "heads": "def forward(self, queries, keys, values):\n        b, h, n, d = queries.shape\n"
     "        return (queries @ keys.mT / d**0.5).softmax(-1) @ values",
-    "rotations": "def forward(self, x, freqs_cis):\n        pairs = torch.view_as_complex(x.unflatten(-1, (3, -1, 2)))\n"
+    "rotations": "def forward(self, x, freqs_cis):\n"
+    "        pairs = torch.view_as_complex(x.unflatten(-1, (3, -1, 2)))\n"
     "        return self.attend(torch.view_as_real(pairs * freqs_cis[:, None]).flatten(2))",
 }
 """What an argument is to a forward whose name for it says something else, or nothing."""

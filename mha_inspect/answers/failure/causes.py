@@ -134,7 +134,10 @@ class Guesses:
     """The width of them that was drawn because nothing in the module shows it; 0 if none was."""
 
 
-def find_cause(facts: Facts, guesses: Guesses = Guesses()) -> Cause | None:
+NO_GUESSES = Guesses()
+
+
+def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
     """Return the first cause that the facts show, with the fixes that run; None if there is none.
 
     A shape that was guessed is not the user's mistake: the fix is to give it.

@@ -16,7 +16,7 @@ from ...running.subject import Run, State, Subject, run_and_record
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import CallWatch, call_of_layer, dispatched, method_of, site_of
-from .causes import Guesses, find_cause
+from .causes import NO_GUESSES, Guesses, find_cause
 from .facts import Facts, clash, facts_of
 
 _NO_RERUN = "Some arguments of the call are unknown: finding them needs another run of your code."
@@ -84,7 +84,7 @@ def describe_failure(
     *,
     watch: CallWatch | None = None,
     in_block: bool = False,
-    guesses: Guesses = Guesses(),
+    guesses: Guesses = NO_GUESSES,
 ) -> tuple[Failure, int]:
     """Return the failure of a recorded run, and the number of attentions completed before it.
 
