@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -710,74 +709,3 @@ def _constructor_call(target: Target) -> str:
         return "..."
     passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
     return f"{function}({passed})"
-
-
-# -- which axis is the batch -------------------------------------------------------------------------------------------
-
-_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
-_UNPACKED = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *(?:#.*)?$"
-
-
-def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[int, str] | None:
-    """Return the axis that the forward names as the batch when it unpacks a shape, and the words for that.
-
-    `T, B, C = x.shape` gives axis 1. None if it unpacks the shape of none of these arguments before changing it.
-    """
-    try:
-        code = inspect.getsource(type(module).forward)
-    except (OSError, TypeError, AttributeError):  # the class of a scripted module has no forward
-        return None
-    for line in re.finditer(_UNPACKED, code, re.MULTILINE):
-        name = line[3]
-        changed = rf"\b{name}\b[^=\n]*(?<![=!<>])=(?!=)"
-        before = code[code.find(":\n") : line.start()]
-        if name not in arguments or re.search(changed, before):
-            continue
-        for axis, word in enumerate(line.groups()[:2]):
-            if word.lower() in _BATCH:
-                return axis, f"the forward unpacks {name}.shape as {line[1]}, {line[2]}"
-    return None
-
-
-def said_batch_first(module: nn.Module) -> bool | None:
-    """Return the `batch_first` of a module, or of a part of one of torch's; None if it has none."""
-    is_of_torch = type(module).__module__.startswith("torch.nn.")
-    parts = module.modules() if is_of_torch else [module]
-    for part in parts:
-        batch_first = getattr(part, "batch_first", None)
-        if isinstance(batch_first, bool):
-            return batch_first
-    return None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Whether the batch comes first in the arguments of a forward."""
-
-    batch_first: bool
-    why: str = ""
-    """The end of a sentence; empty if it is plain."""
-
-
-def layout_of(module: nn.Module, arguments: Collection[str]) -> Layout:
-    """Return the layout of these arguments. The batch is first, unless the module shows another layout.
-
-    It shows that by `batch_first`, or its forward by `T, B, C = x.shape`.
-    """
-    if is_hugging_face(module):
-        return Layout(batch_first=True)
-    batch_first = said_batch_first(module)
-    if batch_first is not None:
-        return Layout(batch_first)
-    unpacked = batch_axis_in_words(module, arguments)
-    if unpacked is not None:
-        axis, words = unpacked
-        if axis == 0:
-            return Layout(batch_first=True)
-        return Layout(batch_first=False, why=f"{words}. Use --batch-first for the other layout.")
-    for part in module.modules():
-        if getattr(part, "batch_first", None) is False:
-            kind = type(part).__name__
-            why = f"the forward does not say, but its {kind} takes the sequence first. Use --seq-first for that layout."
-            return Layout(batch_first=True, why=why)
-    return Layout(batch_first=True)

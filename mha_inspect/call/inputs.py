@@ -23,7 +23,8 @@ from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Layout, Sizes, beside, configured_plans, guessed_plans, is_hugging_face, layout_of, needed
+from .guess import Sizes, beside, configured_plans, guessed_plans, is_hugging_face, needed
+from .layout import Layout, layout_by_layers, layout_of
 from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
 from .probe import Probed, probe
@@ -74,6 +75,8 @@ def make_call(target: Target, asked: Asked) -> Call:
     plans = _plans(sizes, _Drawing(forward, given, asked), shapes)
     sequences = _sequences(plans, given)
     layout = _layout(forward, sequences, asked)
+    if layout.is_assumed:
+        layout = _Drawing(forward, given, asked).layout_by_layers(plans)
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = _Drawing(forward, given, asked).values(plans)
@@ -204,6 +207,12 @@ class _Drawing:
         call = self.forward.call(values)
         tensors = {name: values[name] for name in watched}
         return probe(call.of(self.forward.module), tensors, whole=whole)
+
+    def layout_by_layers(self, plans: Mapping[str, Plan]) -> Layout:
+        """Return the layout with which the layers of the forward take these inputs, from one run batch first."""
+        inputs = self.asked.inputs
+        call = self.forward.call(self.values(plans))
+        return layout_by_layers(call.of(self.forward.module), inputs.batch, inputs.seq_len)
 
     def runs(self, plans: Mapping[str, Plan]) -> bool:
         """Return whether the forward runs to its end with these plans."""

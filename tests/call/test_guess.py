@@ -40,7 +40,17 @@ def loaded(name: str, settings: dict[str, str] | None = None, shapes: tuple[str,
     [
         ("Keeps", (2, 5, 12), None),
         ("Words", (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. Use --batch-first"),
-        ("Wraps", (2, 5, 12), "x is `batch seq embed`: the forward does not say, .*MultiheadAttention.* --seq-first"),
+        (
+            "Wraps",
+            (5, 2, 12),
+            "x is `seq batch embed`: the MultiheadAttention inside takes .*--batch-first",
+        ),
+        ("WrapsTurned", (2, 5, 12), None),
+        (
+            "WrapsPooled",
+            (2, 5, 12),
+            "x is `batch seq embed`: the forward does not say, .* --seq-first",
+        ),
     ],
 )
 def test_the_layout_is_what_the_forward_says(name: str, shape: tuple[int, ...], said: str | None) -> None:
