@@ -125,7 +125,7 @@ def _sequence_first(module: nn.Module) -> str:
     return ""
 
 
-def _note_axes(given: set[tuple[int, ...]], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_axes(given: set[tuple[int, ...]], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add the first two sizes of the first tensor of three dimensions among a layer's arguments."""
     for _, tensor in tensors_in((args, kwargs)):
         if tensor.dim() == 3:
