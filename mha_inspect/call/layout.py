@@ -118,7 +118,7 @@ def layout_by_layers(subject: Subject, batch: int, length: int) -> Layout:
 
 
 def _sequence_first(module: nn.Module) -> str:
-    """Return the class of the first layer that takes `sequence batch embed`, as torch's do unless told otherwise."""
+    """Return the class of the first layer that takes `sequence batch embed`, as torch's do by default."""
     for layer in module.modules():
         if getattr(layer, "batch_first", None) is False:
             return type(layer).__name__
@@ -126,7 +126,7 @@ def _sequence_first(module: nn.Module) -> str:
 
 
 def _note_axes(given: set[tuple[int, ...]], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add the first two sizes of the first tensor of three dimensions among a layer's arguments."""
+    """Add the first two sizes of a layer's first argument of three dimensions."""
     for _, tensor in tensors_in((args, kwargs)):
         if tensor.dim() == 3:
             given.add(tuple(tensor.shape[:2]))

@@ -68,7 +68,7 @@ def _size_on_meta(make: Callable[[], object]) -> int | None:
     hook = register_module_parameter_registration_hook(registered)
     try:
         with torch.device("meta"):
-            made = make()  # held, so that no id is given twice
+            made = make()  # a reference to it, so that no id is given twice
         return sum(sizes.values()) if made is not None else None
     except Exception:  # some constructors compute with their parameters
         return None
