@@ -408,7 +408,8 @@ def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
     if "cache" in evidence.failed and has_lost_tokens(evidence):
         by_row = ", if key rows were tokens in order"
     for sight in evidence.sights:
-        yield Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module
+        drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
+        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
