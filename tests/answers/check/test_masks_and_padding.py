@@ -209,7 +209,7 @@ def test_a_sum_that_counts_masked_keys_is_the_fault_and_no_mixing_of_positions()
 
 
 def test_the_keys_that_some_items_see_are_counted() -> None:
-    assert sight(checked(Padded(), marks((1, 8), 8))) .startswith("every query sees 1 to 8 of 8 keys")
+    assert sight(checked(Padded(), marks((1, 8), 8))).startswith("every query sees 1 to 8 of 8 keys")
 
 
 @pytest.mark.parametrize(
