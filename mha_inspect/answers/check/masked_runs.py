@@ -82,8 +82,10 @@ class MaskedRun:
         changed = self.keys.any(0)
         # A group of tokens that see only each other loses keys there too: another query must still see them.
         for before, after in self.pairs:
+            if before.queries != before.keys:
+                continue
             still_seen = (before.seen & after.seen)[0, ~changed][:, changed]
-            if before.queries == before.keys and not bool(still_seen.any()):
+            if not bool(still_seen.any()):
                 return False
         if not self.losing:
             return False

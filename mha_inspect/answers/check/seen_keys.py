@@ -90,6 +90,11 @@ class SeenKeys:
         return self.by_head.any(1)
 
     @property
+    def has_zeros(self) -> bool:
+        """Whether a head gives no weight to a key."""
+        return bool(self.zeros.any())
+
+    @property
     def has_blind_query(self) -> bool:
         """Whether a query has every key masked out in a head."""
         return self.masked and not bool(self.by_head.any(-1).all())
@@ -167,6 +172,11 @@ class SeenKeys:
         """Whether all queries that are no padding see the same keys."""
         of_real_queries = self.real_pairs[~self.is_padding]
         return torch.equal(of_real_queries, self.visible.expand_as(of_real_queries))
+
+    @property
+    def shows_order(self) -> bool:
+        """Whether a mask of past and future tokens could be seen: there are several keys, and no more queries."""
+        return self.queries <= self.keys > 1 and bool(self.pairs.any())
 
     @property
     def alone(self) -> bool:
