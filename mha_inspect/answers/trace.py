@@ -39,26 +39,28 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
     with subject.settings():
         before = subject.state()
         run = run_of(subject, show, keep=keep or judge, room=None if keep else ROOM, before=before)
-        run = run.beside(subject.wider_run(run))
-        leaves = subject.leaves(run.recording)
-        with uncollected():
-            trace = report(
-                run,
-                show,
-                kinds=kinds_of(run),
-                environment=environment_of(subject),
-                layer=layer_of(subject),
-                leaves=leaves,
-            )
-        trace = with_whole_shapes(trace, run, subject.module)
-        is_kept = bool(run.recording.values)
-        notes = [*mask_notes(run, leaves)]
-        for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
-            if sentence:
-                notes.append(sentence)
-        trace = replace(trace, unjudged="judging was not requested")
-        if judge:
-            trace = _judged(trace, subject, run, before)
+        # The generators stay as the run left them, whatever is measured from here on.
+        with torch.random.fork_rng(subject.gpus()):
+            run = run.beside(subject.wider_run(run))
+            leaves = subject.leaves(run.recording)
+            with uncollected():
+                trace = report(
+                    run,
+                    show,
+                    kinds=kinds_of(run),
+                    environment=environment_of(subject),
+                    layer=layer_of(subject),
+                    leaves=leaves,
+                )
+            trace = with_whole_shapes(trace, run, subject.module)
+            is_kept = bool(run.recording.values)
+            notes = [*mask_notes(run, leaves)]
+            for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
+                if sentence:
+                    notes.append(sentence)
+            trace = replace(trace, unjudged="judging was not requested")
+            if judge:
+                trace = _judged(trace, subject, run, before)
     if not keep:
         run.recording.values.clear()
     absent = show.without_numbers(trace.environment.device)

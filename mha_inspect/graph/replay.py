@@ -22,15 +22,22 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph, made_of
 from .ids import any_in, ids_of
-from .rerun import Constants, as_argument, call_again, has_layout_of, memory_of, reshaped_again, with_ids
+from .rerun import (
+    FUSED_DROPOUTS,
+    Constants,
+    as_argument,
+    call_again,
+    has_layout_of,
+    memory_of,
+    reshaped_again,
+    with_ids,
+)
 
 _MOST = 1 << 23
 """Numbers of all results of a part; a part with more is not run again."""
 _FLOATS = frozenset(f"torch.{name}" for name in ("float16", "bfloat16", "float32", "float64"))
 
 
-_DROPOUTS = ("native_dropout", "_fused_dropout")
-"""Operations that are run as if nothing is dropped: their results are their input and a mask of ones."""
 _COINS = ("bernoulli_",)
 """Operations that fill a tensor with what is kept, 0 or 1. They are run as if each were kept by its share: dropout
 divides by that, and drops nothing."""
@@ -202,7 +209,7 @@ def _require_runnable(part: Region) -> None:
     if size > _MOST:
         raise NotReplayedError("too large")
     for op in part.ops:
-        if op.does("draws") and op.base_name not in (*_DROPOUTS, *_COINS):
+        if op.does("draws") and op.base_name not in (*FUSED_DROPOUTS, *_COINS):
             raise NotReplayedError("it draws random numbers")
 
 
@@ -303,7 +310,8 @@ def _is_same_view(tensor: TensorRef, like: TensorRef) -> bool:
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     """Run an operation in double precision and return its outputs. Raise `ValueError` if their shapes differ."""
-    if op.base_name in _DROPOUTS:
+    if op.base_name in FUSED_DROPOUTS:
+        # As if nothing is dropped.
         source = content(op.inputs[0])
         return [source, torch.ones_like(source, dtype=torch.bool)]
     if op.base_name in _COINS:

@@ -239,7 +239,7 @@ class Subject:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:
-                stack.enter_context(torch.random.fork_rng(devices=self._gpus()))
+                stack.enter_context(torch.random.fork_rng(devices=self.gpus()))
                 stack.callback(random.setstate, random.getstate())
                 stack.callback(np.random.set_state, np.random.get_state())
                 seed_everything(self.seed)
@@ -379,7 +379,7 @@ class Subject:
             modes.append((part, part.training))
         return State(
             cpu=torch.get_rng_state(),
-            gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
+            gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self.gpus()},
             contents=contents,
             attributes=attributes,
             modes=modes,
@@ -395,8 +395,8 @@ class Subject:
         finally:
             now.restore()
 
-    def _gpus(self) -> list[int]:
-        """CUDA devices whose generators a run may draw from."""
+    def gpus(self) -> list[int]:
+        """Return the CUDA devices whose generators a run may draw from."""
         gpus = set()
         for tensor in chain(self.module.parameters(), self._tensors()):
             if tensor.device.type == "cuda":
