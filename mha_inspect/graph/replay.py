@@ -13,7 +13,7 @@ other numbers stand in for it, which are drawn again in each run: what does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ class Region:
 
     results: frozenset[int]
     """The ids of the tensors that the operations make, or that view memory that these wrote."""
+    tensors: Mapping[int, TensorRef] = field(default_factory=dict)
+    """The tensors of a narrowed region by id: some have fewer elements than in the recording."""
+    indices: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    """The id of each tensor of a narrowed region to the indices that it keeps, by dimension."""
+
+    def of_run(self, tensor: TensorRef) -> TensorRef:
+        """Return a recorded tensor as it is here."""
+        return self.tensors.get(tensor.id, tensor)
+
+    def cut(self, tensor: TensorRef, value: Tensor) -> Tensor:
+        """Return the elements that are kept of the content of a tensor."""
+        for place, indices in self.indices.get(tensor.id, {}).items():
+            value = value.index_select(place, indices)
+        return value
 
     def from_outside(self) -> list[TensorRef]:
         """Return the tensors that the operations read and neither make nor have as a source."""
@@ -113,7 +127,7 @@ class Replay:
         for tensor in part.from_outside():
             value = constants.value(tensor)
             if value is not None:
-                self._constants[tensor.id] = as_double(value)
+                self._constants[tensor.id] = as_double(part.cut(tensor, value.detach().cpu()))
             elif tensor.dtype.startswith(("int", "uint")):
                 raise NotReplayedError("an index is unknown")
             else:
@@ -160,13 +174,24 @@ class Replay:
         try:
             with torch.no_grad():
                 for op in ops:
-                    results = _run_again(self._graph, op, content.__getitem__)
+                    results = self._run_again(op, content.__getitem__)
                     if op.kind != "write":
                         results = self._in_own_memory(op, results)
                     content.update(results)
         except Exception as error:  # an operation may raise anything when it is called directly
             raise NotReplayedError(f"{type(error).__name__}: {error}") from None
         return content
+
+    def _run_again(self, op: Op, content: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        """Run an operation in double precision. Return its outputs, and what views memory that it wrote, by id."""
+
+        def of(tensor: TensorRef) -> Tensor:
+            return content(tensor.id)
+
+        if op.kind != "write":
+            return with_ids(op.outputs, results_of(op, of))
+        views = [self._part.of_run(tensor) for tensor in self._graph.results(op)]
+        return _write_again(op, views, of)
 
     def run_again(
         self,
@@ -260,32 +285,19 @@ def as_double(value: Tensor) -> Tensor:
     return plain.double() if plain.is_floating_point() else plain
 
 
-def _run_again(
-    graph: Graph,
-    op: Op,
-    content: Callable[[int], Tensor],
-) -> dict[int, Tensor]:
-    """Run an operation in double precision. Return its outputs, and what views the memory that it wrote, by id."""
-
-    def of(tensor: TensorRef) -> Tensor:
-        return content(tensor.id)
-
-    if op.kind == "write":
-        return _write_again(graph, op, of)
-    return with_ids(op.outputs, results_of(op, of))
-
-
 def _write_again(
-    graph: Graph,
     op: Op,
+    views: Sequence[TensorRef],
     content: Callable[[TensorRef], Tensor],
 ) -> dict[int, Tensor]:
-    """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content."""
+    """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content.
+
+    Return what views the memory afterwards, by id.
+    """
     written = op.inputs[0]
     before = content(written)
     if op.output.storage != written.storage:
         raise ValueError("it writes into other memory than that of its first operand")
-    views = graph.results(op)
     is_view_alone = all(_is_same_view(tensor, written) for tensor in views)
     if not is_view_alone and not has_layout_of(before, written):
         raise ValueError("the memory has another layout")

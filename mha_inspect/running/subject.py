@@ -116,6 +116,8 @@ class State:
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
+    of_python: Any
+    of_numpy: Any
     contents: list[tuple[torch.Tensor, torch.Tensor]]
     """Each buffer with a copy of its content."""
     attributes: list[tuple[Any, Any]]
@@ -126,6 +128,8 @@ class State:
     def restore(self) -> None:
         """Restore everything to this moment."""
         torch.set_rng_state(self.cpu)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
         for gpu, numbers in self.gpus.items():
             torch.cuda.set_rng_state(numbers, gpu)
         with torch.no_grad():
@@ -380,6 +384,8 @@ class Subject:
         return State(
             cpu=torch.get_rng_state(),
             gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self.gpus()},
+            of_python=random.getstate(),
+            of_numpy=np.random.get_state(),
             contents=contents,
             attributes=attributes,
             modes=modes,
