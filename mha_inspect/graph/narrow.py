@@ -177,6 +177,8 @@ class _Walk:
             return None
         if self._is_by_element(op):
             return self._broadcast(op)
+        if name == "cat":
+            return self._joined(op)
         if len(op.inputs) > 1:
             return None
         before = self.dims[op.inputs[0].id]
@@ -194,9 +196,20 @@ class _Walk:
         """Return whether each element of a result is made of those at the same place of what is read."""
         if op.does("runs"):
             return False
+        if op.makes_result:
+            return op.inputs[0].shape == op.output.shape
         is_maker = op.base_name.endswith("_like")
         is_dropout = op.base_name in ("native_dropout", "_fused_dropout", "bernoulli_")
         return op.pointwise or is_maker or is_dropout or axes_rule(op.base_name) == "pointwise"
+
+    def _joined(self, op: Op) -> Dims:
+        """Return the dimensions after a concatenation: the one that it is along stays whole."""
+        rank = len(op.output.shape)
+        place = int(op.args[1]) % rank if len(op.args) > 1 else 0
+        for tensor in op.inputs:
+            if tensor.id in self._inside and len(tensor.shape) == rank:
+                self._fix_places(self.dims[tensor.id], [place])
+        return self._broadcast(op)
 
     def _broadcast(self, op: Op) -> Dims:
         """Return the dimensions of the result of an operation by element, and note those of what it reads."""
@@ -275,6 +288,17 @@ class _Walk:
             return (None,) * added + before
         if name == "slice":
             place = int(op.args[1]) % rank if len(op.args) > 1 else 0
+            self._fix_places(before, [place])
+            return before
+        if name == "squeeze":
+            left_out = set(range(rank))
+            if len(op.args) > 1:
+                dims = (op.args[1],) if isinstance(op.args[1], int) else op.args[1]
+                left_out = {dim % rank for dim in dims}
+            shape = op.inputs[0].shape
+            return tuple(dim for place, dim in enumerate(before) if place not in left_out or shape[place] > 1)
+        if name in ("split", "split_with_sizes", "chunk"):
+            place = int(op.args[2]) % rank if len(op.args) > 2 else 0
             self._fix_places(before, [place])
             return before
         if name in ("select", "unbind"):
