@@ -13,6 +13,7 @@ other numbers stand in for it, which are drawn again in each run: what does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,12 @@ _COINS = ("bernoulli_",)
 divides by that, and drops nothing."""
 _BY_DTYPE = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2}
 """Operations with an argument that says which dtype they compute in, and its place."""
+
+
+def on_cpu() -> AbstractContextManager[object]:
+    """Return a context in which tensors are made on the CPU, whatever the surrounding default is."""
+    # torch looks at each of its functions while a device is set.
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 class NotReplayedError(ValueError):
