@@ -83,10 +83,10 @@ def _room_of(subject: Subject) -> int:
 
 def _judged(trace: Trace, subject: Subject, run: Run, before: State, room: int) -> Trace:
     """Return the trace with what is wrong in its run, or why that is unknown."""
-    from .check.check import judged
-
     if trace.environment.device == "meta":
         return replace(trace, unjudged="device meta has no numbers")
+    from .check.check import judged
+
     if needs_ranks(subject.module, run.recording):
         return replace(trace, unjudged="the module is spread over ranks")
     if not all(tensor.numel() for _, tensor in tensors_in((subject.args, subject.kwargs))):

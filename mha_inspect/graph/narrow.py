@@ -23,7 +23,7 @@ from ..record.ops import Op, TensorRef
 from .dataflow import Graph
 from .replay import Region
 
-MOST = 1 << 13
+MOST = 1 << 12
 """Scores up to which a region is measured whole."""
 _FEWEST = 4
 """Indices that each dimension keeps at least."""
