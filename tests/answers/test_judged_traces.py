@@ -133,3 +133,22 @@ def test_dropout_in_eval_is_a_problem(in_kernel: bool, always: bool, training: b
     sentences = [finding.sentence for finding in mha_inspect.trace(module, torch.randn(2, 5, 16)).findings]
     expected = ["Weights are dropped at random although the module is in eval mode."]
     assert sentences == (expected if always and not training else [])
+
+
+def test_a_run_of_the_size_of_gpt2_small_is_judged() -> None:
+    layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
+    mask = nn.Transformer.generate_square_subsequent_mask(64)
+    trace = mha_inspect.trace(stack, torch.randn(2, 64, 768), mask)
+    assert (trace.unjudged, trace.findings) == (None, ())
+
+
+def test_weights_that_are_too_large_to_keep_are_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fused(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    monkeypatch.setattr("mha_inspect.answers.trace.ROOM", 2**19)
+    trace = mha_inspect.trace(Fused(), torch.randn(1, 2, 256, 8))
+    assert trace.unjudged is None
+    assert any("too large to be judged" in note for note in trace.notes)

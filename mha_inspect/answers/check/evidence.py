@@ -24,7 +24,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
 from ...running.subject import Run, State, Subject
 from ...text import message_of
-from .alike import Kind, kinds_of
+from .alike import Kind, Named, groups_of, kinds_in
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .replay import first_key
@@ -124,12 +124,18 @@ class Evidence:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """One attention for each code, with the number of those with equal code."""
-        return kinds_of(self.run, self.content)
+        return kinds_in(self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Named, ...], ...]:
+        """The attentions of each code."""
+        return groups_of(self.run, self.content)
 
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
-        """The visible keys of each attention."""
-        return sights_of(self.run, partial(first_key, self), self.padded)
+        """The visible keys of each attention; those of equal code have the same in one run."""
+        groups = self._groups if self.once else ()
+        return sights_of(self.run, partial(first_key, self), self.padded, groups)
 
     def sight_of(self, attention: Attention) -> SeenKeys | None:
         """Return the visible keys of an attention; None if its weights are unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from ...naming.stage_facts import StageFacts
 from ...naming.visibility import is_causal, masks_of, sees, sees_by_head
 from ...record.ops import Op
 from ...running.subject import Run
+from .alike import Named
 from .query_order import picks_queries, positions_of
 from .seen_keys import SeenKeys
 
@@ -26,27 +27,57 @@ _HEAVY = 1e-3
 
 
 def sights_of(
-    run: Run, first_key: Callable[[Attention, AxisNames], int | None], padded: Tensor | None = None
+    run: Run,
+    first_key: Callable[[Attention, AxisNames], int | None],
+    padded: Tensor | None = None,
+    groups: Sequence[Sequence[Named]] = (),
 ) -> tuple[SeenKeys, ...]:
     """Return the visible keys of each attention whose weights are known, from a run with its tensors.
 
     `first_key` returns the key at the position of the first query, if there are more keys than queries. `padded` is
-    `batch position`, True at padding, whose queries may see anything.
+    `batch position`, True at padding, whose queries may see anything. The first attention of a group shows what all of
+    it see.
     """
+    shown_by: dict[int, Named] = {}
+    for group in groups:
+        for attention, _ in group:
+            shown_by[id(attention)] = group[0]
+    first_sights: dict[int, SeenKeys | None] = {}
     sights = []
     for attention, names in run.attentions:
-        weighing = _weighing(run, attention, names)
-        if weighing is None:
-            continue
-        queries, keys = weighing.weights.shape[-2:]
-        first = first_key(attention, names) if queries < keys else None
-        layout = names.of_stage("scores") if "scores" in attention.stages else ""
-        sight = _seen_keys(run, attention, weighing, first, padded, layout)
-        in_order = _in_order_of_tokens(run, names, sight)
-        if in_order is not None:
-            row = "window" if names.num_windows > 1 else "batch item"
-            sights.append(replace(in_order, row=row))
+        first, names_of_first = shown_by.get(id(attention), (attention, names))
+        if id(first) not in first_sights:
+            first_sights[id(first)] = _sight_of(run, first, names_of_first, first_key, padded)
+        sight = first_sights[id(first)]
+        if sight is not None:
+            sights.append(sight if attention is first else _of_another(run, sight, attention))
     return tuple(sights)
+
+
+def _of_another(run: Run, sight: SeenKeys, attention: Attention) -> SeenKeys:
+    """Return the visible keys of an attention from those of another with equal code: its keys may be other tokens."""
+    return replace(sight, attention=attention, origins=_names_of(run, _inputs_of_keys(run, attention)))
+
+
+def _sight_of(
+    run: Run,
+    attention: Attention,
+    names: AxisNames,
+    first_key: Callable[[Attention, AxisNames], int | None],
+    padded: Tensor | None,
+) -> SeenKeys | None:
+    """Return the visible keys of an attention; None if its weights are unknown."""
+    weighing = _weighing(run, attention, names)
+    if weighing is None:
+        return None
+    queries, keys = weighing.weights.shape[-2:]
+    first = first_key(attention, names) if queries < keys else None
+    layout = names.of_stage("scores") if "scores" in attention.stages else ""
+    sight = _seen_keys(run, attention, weighing, first, padded, layout)
+    in_order = _in_order_of_tokens(run, names, sight)
+    if in_order is None:
+        return None
+    return replace(in_order, row="window" if names.num_windows > 1 else "batch item")
 
 
 def _in_order_of_tokens(run: Run, names: AxisNames, sight: SeenKeys) -> SeenKeys | None:
@@ -154,7 +185,8 @@ def _seen_keys(
     of_keys = _inputs_of_keys(run, attention)
     distance = torch.arange(queries)[:, None] + first_key - torch.arange(keys)[None]
     joined = slice(first_key + queries, None)
-    if bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
+    has_joined = keys > first_key + queries
+    if has_joined and bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
         distance[:, joined] = 0  # keys of no position that are joined, e.g. `add_bias_kv` of torch
     over = ""
     if attention.masks and _are_alike_for_queries(seen):
