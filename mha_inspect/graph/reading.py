@@ -15,7 +15,7 @@ from .dataflow import Graph
 from .ids import any_in, ids_of
 from .pairs import Pair
 from .products import ProductPath
-from .replay import NotReplayedError, on_cpu
+from .replay import NotReplayedError, measuring
 from .rerun import Constants
 from .response import Cut, Response, Slope, Softmaxed, Step
 from .scores import Scoring, adds_mask, mixings_of, multiply
@@ -54,7 +54,7 @@ class Reading:
 def read(graph: Graph, pair: Pair, constants: Constants) -> Reading | None:
     """Return the attention of two products; None if nothing between them sums to one, or it cannot be run again."""
     try:
-        with on_cpu():
+        with measuring():
             response = Response(graph, pair.scores.op.output, pair.values.tensor, constants)
             weights = _weights(response)
             slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
