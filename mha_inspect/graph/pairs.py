@@ -107,11 +107,13 @@ def _has_positions(
     keys: TensorRef,
     over: frozenset[Axis],
 ) -> bool:
-    """Return whether the weights are summed over an axis of the keys, apart from those of a batch."""
+    """Return whether the weights are summed over an axis of the keys, apart from those of a batch and of features."""
     dims = graph.dimensions.of(keys)
     if product.multiply.does("product"):
         dims = dims[-2:]  # without those that the factors of a batched product have in common
-    return not over.isdisjoint(wide(*dims))
+    axes = product.axes(graph.dimensions)
+    features = {*axes.left_inner, *axes.right_inner}
+    return not over.isdisjoint(set(wide(*dims)) - features)
 
 
 def _is_of_pairs(graph: Graph, tensor: TensorRef) -> bool:
