@@ -43,6 +43,8 @@ class Reading:
     """Whether exponentials are multiplied by numbers other than 0 and 1."""
     weights_scale: float = 1.0
     """The number that the input of the softmax is multiplied by in it."""
+    mixes_positions: bool = False
+    """Whether a step computes the input of the softmax from several scores, e.g. a cumulative sum."""
 
     @property
     def hides_scale(self) -> bool:
@@ -95,7 +97,20 @@ def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
         seen=seen,
         has_factors=exponentials.has_factors,
         weights_scale=_weights_scale(response, masked, weights, scoring, slope),
+        mixes_positions=_mixes_positions(graph, response, masked, weights),
     )
+
+
+def _mixes_positions(graph: Graph, response: Response, masked: int, weights: Softmaxed) -> bool:
+    """Return whether a step from the scores to the softmax combines scores, other than those of several heads."""
+    for place in range(1, masked + 1):
+        ops = response.cuts[place].ops
+        if response.step(place, weights).effect != "mix" or all(map(_only_moves, ops)):
+            continue
+        is_of_heads = bool(mixings_of(graph, ops)) or any(map(graph.norm_name, ops))
+        if not is_of_heads:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
