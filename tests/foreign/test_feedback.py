@@ -72,7 +72,7 @@ def test_a_token_attends_to_the_memory_and_nothing_is_accused(layers: int, batch
 
 
 class Forgetting(nn.Module):
-    """Causal attention with a bias by row: the logs of gates, which a product of its own makes, summed along the keys."""
+    """Causal attention with a bias by row: logs of gates, which a product of its own makes, summed along the keys."""
 
     def __init__(self, head_dim: int, of_gates: int) -> None:
         super().__init__()
