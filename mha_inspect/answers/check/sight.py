@@ -106,7 +106,9 @@ def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | N
         return _Weighing(weights, scores)
     if not plain.shape == scores.shape == weights.shape:
         return _Weighing(weights, scores)
-    lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
+    if plain.dtype != torch.float64:  # half of a large mask may be infinite in a smaller dtype
+        plain, scores = plain.float(), scores.float()
+    lowered = (plain - scores).nan_to_num(torch.inf)
     return _weighing_by_masks(weights, scores, lowered, has_masks=bool(attention.masks))
 
 
