@@ -321,6 +321,8 @@ def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
     """Return whether ranks exchange keys and no queries, so that the positions of the queries are unknown."""
+    if not any(op.is_collective for op in run.recording.ops):
+        return False
     return _is_exchanged(run, attention, "k_heads") and not _is_exchanged(run, attention, "q_heads")
 
 
