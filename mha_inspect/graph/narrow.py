@@ -38,15 +38,15 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "logsumexp", "prod",
 _RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 
-def narrowed(graph: Graph, part: Region, most: int = MOST) -> Region:
-    """Return a region on about this many scores at most; unchanged if that is not possible, or if it has no more."""
+def narrowed(graph: Graph, part: Region) -> Region:
+    """Return a region on about `MOST` scores; unchanged if that is not possible, or if it has no more."""
     source = part.sources[0]
-    if len(part.sources) > 1 or source.numel <= most or not _writes_alone(graph, part):
+    if len(part.sources) > 1 or source.numel <= MOST or not _writes_alone(graph, part):
         return part
     walk = _Walk(graph, part)
     for op in part.ops:
         walk.take(op)
-    picked = _picked(source.shape, walk.fixed, most)
+    picked = _picked(source.shape, walk.fixed, MOST)
     return _with_sizes(graph, part, walk.dims, picked) if picked else part
 
 

@@ -12,8 +12,8 @@ other numbers stand in for it, which are drawn again in each run: what does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,14 +46,28 @@ _BY_DTYPE = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2}
 """Operations with an argument that says which dtype they compute in, and its place."""
 
 
-def on_cpu() -> AbstractContextManager[object]:
-    """Return a context in which tensors are made on the CPU, whatever the surrounding default is."""
-    # torch looks at each of its functions while a device is set.
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
 class NotReplayedError(ValueError):
     """A part of a recording cannot be run again: too large, random, or without the content of an index."""
+
+
+_UNEXPECTED = (RuntimeError, ValueError, LookupError, ArithmeticError)
+"""Errors of numbers and shapes. Those of Python code, e.g. a wrong name or type, are bugs and pass."""
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Measure in the body, on the CPU and without gradients: the door of every measurement of a recorded part.
+
+    A module may compute anything, in shapes that nobody foresaw. Numbers or shapes that a measurement did not expect
+    raise `NotReplayedError`: what it asked is then unknown.
+    """
+    # torch looks at each of its functions while a device is set.
+    is_cpu = torch.get_default_device().type == "cpu"
+    with nullcontext() if is_cpu else torch.device("cpu"), torch.no_grad():
+        try:
+            yield
+        except _UNEXPECTED as error:
+            raise NotReplayedError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -162,3 +162,53 @@ def test_steps_with_other_numbers_than_the_run_are_not_shown(monkeypatch: pytest
     monkeypatch.setattr(written_out, "whole_attention", with_another_scale)
     run = Subject(module, (x,), {}, grad=False).recorded(keep=True)
     assert run.recording is run.recorded
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The heads of queries and keys are folded into the batch for their distances, and those of values are not."""
+    folded = (1.5 * side.flatten(0, 1) for side in (q, k))
+    distances = torch.cdist(*folded).pow(2).view(*q.shape[:3], -1)
+    return (-distances / HEAD_DIM**0.5).softmax(-1) @ v
+
+
+def by_features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of positive features of fixed directions, as Performer has it."""
+    directions = torch.linspace(-1, 1, 10 * HEAD_DIM).cos().view(10, HEAD_DIM)
+    q, k = (torch.einsum("...id,jd->...ij", side * HEAD_DIM**-0.25, directions) for side in (q, k))
+    q, k = F.relu(q) + 1e-3, F.relu(k) + 1e-3
+    share = 1 / torch.einsum("...nd,...d->...n", q, k.sum(-2))
+    return torch.einsum("...de,...nd,...n->...ne", torch.einsum("...nd,...ne->...de", k, v), q, share)
+
+
+def by_distance_of_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same distances from broadcast differences, summed key by key."""
+    weights = -(q.flatten(0, 1)[:, :, None] - k.flatten(0, 1)[:, None]).pow(2).sum(-1)
+    weights = weights.softmax(-1).view(*q.shape[:3], -1)
+    return sum(weights[..., key, None] * v[:, :, key, None] for key in range(k.shape[2]))
+
+
+def by_rank(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys in the order of their lengths: a result that hangs on numbers in steps."""
+    order = k.norm(dim=-1).argsort(-1)
+    sorted_values = v.gather(2, order[..., None].expand_as(v))
+    return (q.norm(dim=-1, keepdim=True) > 1) * sorted_values.cumsum(2)
+
+
+@pytest.mark.parametrize("mix", [by_distance, by_features, by_distance_of_pairs, by_rank])
+@pytest.mark.parametrize("sizes", [(3, 7), (1, 7), (3, 3), (1, 1)])
+def test_what_a_measurement_did_not_expect_ends_no_trace(mix: Mix, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    trace = mha_inspect.trace(Mixed(mix).eval(), torch.randn(*sizes, WIDTH))
+    assert trace.failure is None
+    assert not [finding for finding in trace.findings if finding.sure]
+
+
+def test_a_mistake_of_our_own_ends_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door of a measurement lets pass what is no matter of numbers and shapes."""
+
+    def mistaken(*_: object) -> None:
+        raise AttributeError("a wrong name")
+
+    monkeypatch.setattr("mha_inspect.graph.whole._Measurement", mistaken)
+    with pytest.raises(AttributeError, match="a wrong name"):
+        mha_inspect.trace(Mixed(by_features).eval(), torch.randn(BATCH, TOKENS, WIDTH))

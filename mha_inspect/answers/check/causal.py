@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -308,7 +308,7 @@ def _changes_earlier(changed: Tensor, token: int) -> bool:
 
 def _almost_causal(evidence: Evidence) -> Finding | None:
     """Return the first attention that is causal but for its mask: off by a diagonal, turned, or on another axis."""
-    for sight in evidence.sights:
+    for sight in _with_own_pattern(evidence.sights):
         if not sight.almost_causal and not _is_on_another_axis(evidence, sight):
             continue
         finding = against_causal(sight, sight.width)
@@ -319,6 +319,14 @@ def _almost_causal(evidence: Evidence) -> Finding | None:
         window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
         return replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
     return None
+
+
+def _with_own_pattern(sights: Iterable[SeenKeys]) -> list[SeenKeys]:
+    """Return the first of all that have one pattern in common, in order: attentions of equal code do."""
+    first: dict[int, SeenKeys] = {}
+    for sight in sights:
+        first.setdefault(id(sight.by_head), sight)
+    return list(first.values())
 
 
 def _is_on_another_axis(evidence: Evidence, sight: SeenKeys) -> bool:

@@ -16,6 +16,9 @@ from ...reports.check import Finding
 from .evidence import Evidence
 from .replay import Factor, LostError, Row, Way, content_of
 
+_LARGE = 1 << 18
+"""Scores above which fewer tokens are followed."""
+
 
 def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if a row of concat mixes tokens, or belongs to another token.
@@ -31,7 +34,7 @@ def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     scores, context = attention.score_product.op.output, attention.value_product.op.output
     ways = Way(evidence, scores, context), Way(evidence, context, concat)
     is_comparable = factor.tokens == places and len(set(places)) == len(places)
-    for number in _numbers_to_follow(prod(factor.tokens)):
+    for number in _numbers_to_follow(prod(factor.tokens), is_large=scores.numel > _LARGE):
         token = factor.token(number)
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
@@ -52,13 +55,15 @@ def _require_row_a_token(attention: Attention, names: AxisNames, tokens: int) ->
         raise LostError
 
 
-def _numbers_to_follow(count: int) -> list[int]:
+def _numbers_to_follow(count: int, *, is_large: bool = False) -> list[int]:
     """Return the numbers of a few tokens out of `count`, in order: the first two, the middle and the last.
+
+    With `is_large` only the second and the middle: heads in a wrong order move all tokens but the first and the last.
 
     >>> _numbers_to_follow(8)
     [0, 1, 4, 7]
     """
-    numbers = {0, 1, count // 2, count - 1}
+    numbers = {1, count // 2} if is_large else {0, 1, count // 2, count - 1}
     return [number for number in sorted(numbers) if 0 <= number < count]
 
 

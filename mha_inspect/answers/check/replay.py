@@ -172,10 +172,15 @@ class Way:
     def changed_by(self, marks: Tensor) -> Tensor:
         """Return which elements of the target change when the marked elements of the source change."""
         value = content_of(self.evidence, self.source)
-        moved = torch.where(marks, value + 1 + value.abs(), value)
+        marks = marks.expand(value.shape)
+        moved = value.clone()
+        marked = value[marks]
+        moved[marks] = (marked + 1 + marked.abs()).to(value.dtype)
         before, after = self._before, again(self.evidence, self.source, moved, self.target)
+        changed = before != after
         # A sum that is NaN before and after says nothing.
-        return (before != after) & ~(before.isnan() & after.isnan())
+        is_nan = after.isnan()
+        return changed & ~(before.isnan() & is_nan) if bool(is_nan.any()) else changed
 
 
 def factors_of(attention: Attention) -> dict[str, TensorRef]:

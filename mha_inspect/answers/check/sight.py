@@ -146,7 +146,9 @@ def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | N
         return _Weighing(weights, scores)
     if not plain.shape == scores.shape == weights.shape:
         return _Weighing(weights, scores)
-    lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
+    if plain.dtype != torch.float64:  # half of a large mask may be infinite in a smaller dtype
+        plain, scores = plain.float(), scores.float()
+    lowered = (plain - scores).nan_to_num(torch.inf)
     return _weighing_by_masks(weights, scores, lowered, has_masks=bool(attention.masks))
 
 
@@ -355,6 +357,8 @@ def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
     """Return whether ranks exchange keys and no queries, so that the positions of the queries are unknown."""
+    if not any(op.is_collective for op in run.recording.ops):
+        return False
     return _is_exchanged(run, attention, "k_heads") and not _is_exchanged(run, attention, "q_heads")
 
 
