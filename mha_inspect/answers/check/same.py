@@ -62,7 +62,7 @@ def _of_state(evidence: Evidence, apart: float) -> Finding:
 
 def _of_seed(evidence: Evidence, apart: float) -> Finding:
     """Return the fault of a run that draws random numbers, at the first operation that does."""
-    draws = [op for op in evidence.run.recording.ops if _draws(op)]
+    draws = [op for op in evidence.run.recording.ops if draws(op)]
     dropouts = [op for op in draws if "dropout" in op.base_name or "bernoulli" in op.base_name]
     proof = f"Two runs on the same input, with different seeds, differ by {apart:.3g}."
     if dropouts:
@@ -84,7 +84,7 @@ def _of_seed(evidence: Evidence, apart: float) -> Finding:
     )
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     """Return whether an operation draws random numbers. A fused dropout has an argument that says it does not."""
     is_off = op.base_name == "native_dropout" and op.args[2:3] == (False,)
     return op.does("draws") and not is_off
