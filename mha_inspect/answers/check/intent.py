@@ -22,7 +22,7 @@ CHECKS = {
     "grouped": "query head h uses key head h // group",
     "rotary": "queries and keys are rotated by the same rule",
     "batch": "changing one batch item does not affect the others",
-    "mixing": "changing a token changes every output that may attend to it",
+    "mixing": "changing a token changes outputs of other tokens",
     "parameters": "every projection is used once and gets a gradient",
     "repeat": "two runs in eval mode give the same output",
     "training": "with dropout off, train and eval give the same output",
