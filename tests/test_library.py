@@ -317,7 +317,7 @@ def test_weights_around_an_attention_are_copied_too_where_name_and_shape_agree(x
     assert not report.weights.whole
     assert "and 3 other tensors by name and shape" in report.weights.sentence
     outside = {line.partition(":")[0]: line for line in report.weights.left_out}
-    assert "mlp.0.weight" in outside["Block"]
+    assert "mlp.0.weight" in outside["the left Block"]
     assert "norm" not in str(outside)
 
 

@@ -20,6 +20,7 @@ from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
 from ..text import byte_size
+from .averaged_weights import how_by_head, with_means
 from .lookalikes import found_instead
 from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
@@ -64,6 +65,9 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
             for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
                 if sentence:
                     notes.append(sentence)
+            if is_kept:
+                trace = with_means(trace, run)
+                notes += how_by_head(trace, subject)
             trace = replace(trace, unjudged="judging was not requested")
             if judge:
                 trace = _judged(trace, subject, run, before, room)

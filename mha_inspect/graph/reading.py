@@ -382,8 +382,9 @@ class _Steps:
         if step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
             return self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
         is_number = step.effect in ("same", "scale") and step.factor is not None
-        if is_number and self._multiplies(cut.ops):
-            return self._mask(cut.ops, "times", 1.0)  # in this run by one number
+        is_scale = step.effect == "scale" and step.factor != 0
+        if is_number and not is_scale and self._multiplies(cut.ops):
+            return self._mask(cut.ops, "times", 1.0)  # in this run by ones or zeros
         only_moves = step.effect == "mix" and all(map(_only_moves, cut.ops))
         if step.effect == "same" or only_moves:
             return self._move(place, cut)

@@ -399,7 +399,7 @@ class _Words:
         else:
             axes = _axes_of_shared(kind, first)
         inside = self._inside(kind, parts)
-        if inside:
+        if inside and _are_read_alike(parts):
             for dim in first.placement.inner_dims:
                 if dim < len(shape) - first.taps:
                     axes[dim] = self._of_stacked(parts, dim, inside)
@@ -418,7 +418,12 @@ class _Words:
     def _axes_by_head(self, parts: list[Part]) -> list[str]:
         """Return the name of each dimension of a parameter with heads: `(qkv heads head_dim) embed`."""
         first = parts[0]
-        if _stacked_inside(parts) is not None:
+        stacked = _stacked_inside(parts)
+        if stacked is not None and not _are_read_alike(parts):
+            sizes = list(map(str, first.placement.shape))
+            sizes[stacked] = "packed"
+            return sizes
+        if stacked is not None:
             parts = [first]
         heads, width = self._words_of_heads(parts)
         letters = "".join(part.letter for part in parts)
@@ -527,7 +532,7 @@ class _Words:
         if users and any(part.letter in "kv" for part in parts):
             text += f"; the first key/value head is for query heads {users}"
         if stacked is not None and len(placements[0].shape) == 2:
-            text += "; each is read as (out, in)" if stacked else "; each is read as (in, out)"
+            text += f"; {_ways_to_read(parts)}"
         return text
 
     def _of_single(
@@ -653,15 +658,30 @@ def _without_twins(parts: Sequence[Part]) -> list[Part]:
 
 
 def _stacked_inside(parts: Sequence[Part]) -> int | None:
-    """Return the dimension of the inputs of matrices if they are stacked along it: 0 for x @ w[:n], x @ w[n:]."""
+    """Return the dimension of the inputs of a matrix if several are stacked along it: 0 for x @ w[:n], x @ w[n:]."""
     first = parts[0].placement
-    for dim in first.inner_dims:
-        if dim >= len(first.shape) - first.taps:
-            continue
+    for dim in range(len(first.shape) - first.taps):
+        is_of_inputs = any(dim in part.placement.inner_dims for part in parts)
         used = {part.placement.used(dim) for part in parts}
-        if len(used) == len(parts) > 1:
+        if is_of_inputs and len(used) == len(parts) > 1:
             return dim
     return None
+
+
+def _are_read_alike(parts: Sequence[Part]) -> bool:
+    """Return whether the inputs of all matrices lie along the same dimensions."""
+    return len({part.placement.inner_dims for part in parts}) == 1
+
+
+def _ways_to_read(parts: Sequence[Part]) -> str:
+    """Return `each is read as (in, out)`, or which matrix is read in which way."""
+    ways: dict[str, list[str]] = {}
+    for part in parts:
+        way = "(in, out)" if 0 in part.placement.inner_dims else "(out, in)"
+        ways.setdefault(way, []).append(f"W_{part.letter}")
+    if len(ways) == 1:
+        return f"each is read as {next(iter(ways))}"
+    return ", ".join(f"{' and '.join(names)} read as {way}" for way, names in ways.items())
 
 
 def _are_shared(parts: Sequence[Part]) -> bool:

@@ -58,7 +58,7 @@ def test_differences_are_those_of_torchs_layer_run_by_hand():
 def test_the_reason_says_what_was_found_with_its_numbers():
     first, second = compare_heads((1, 5), **SIZES).counts
     assert second.reason == (
-        "q_proj, k_proj, v_proj and the split are identical; "
+        "q_proj, k_proj and v_proj are identical, and are cut into other heads; "
         "scores differ: 5 heads use 6 features each; 1 head uses all 30."
     )
     assert first.first_differing_stage is None
@@ -145,7 +145,8 @@ def test_layers_whose_parameters_change_say_what_changes(layer, settings, first)
     count = report.counts[1]
     assert (count.verdict, count.first_differing_stage) == ("differs", first)
     assert count.same_parameters == ("rope" in settings)
-    assert report.answer[1].startswith("Every head count" if "rope" in settings else "The head count changes")
+    assert ("same in number" in report.answer[1]) == ("rope" in settings)
+    assert ("The head count changes" in report.answer[1]) == ("rope" not in settings)
 
 
 def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
@@ -166,3 +167,16 @@ def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
     alone = compare_heads((2, 2), **SIZES)
     assert [count.num_heads for count in alone.counts] == [2]
     assert alone.answer[0].startswith("Undecided: only one head count was given")
+
+
+def test_the_answer_says_what_a_head_has_for_itself():
+    report = compare_heads((1, 2, 3), **SIZES)
+    own, shown, *_ = report.answer[1:]
+    assert own.startswith("The rows of W_q, W_k and W_v of a head are that head's own projection.")
+    assert f"{report.counts[0].numel:,}" in own
+    assert "diff torch per-head" in shown
+
+
+def test_heads_that_see_alike_are_not_said_to_differ(monkeypatch):
+    changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
+    assert "own projection" not in " ".join(compare_heads((1, 2, 3), **SIZES).answer)

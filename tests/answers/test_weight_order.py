@@ -99,6 +99,18 @@ def check_heads(module: Stacked, slices: tuple[HeadSlice, ...]) -> None:
             assert moved == (own if piece.part == f"W_{letter}" else [])
 
 
+def test_two_matrices_of_one_parameter_may_be_read_in_two_ways() -> None:
+    class Both(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            k, q = x @ self.w[:E], F.linear(x, self.w[E:])
+            q, k = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k))
+            return self.o(F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+    (weight, _) = mha_inspect.params(Both((2 * E, E), rows_in_out), torch.randn(2, N, E)).parameters
+    assert weight.axes == f"packed {E}"
+    assert weight.role == "W_k, W_v, W_q stacked: rows 0–11, 12–23; W_k read as (in, out), W_q read as (out, in)"
+
+
 def test_one_matrix_for_each_head_is_read_as_it_is_stored() -> None:
     class ByHead(Stacked):
         def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
@@ -152,10 +153,24 @@ def _first_early_change(evidence: Evidence) -> _EarlyChange | None:
         is_changed = changed[0, :token] > 0
         if evidence.padded is not None:
             is_changed &= ~evidence.padded[0, :token]  # padding may see anything
+        is_changed &= ~_sees_no_key(evidence)[:token].to(is_changed.device)
         positions = is_changed.nonzero().flatten().tolist()
         if positions:
             return _EarlyChange(token, positions, float(changed[0, positions[-1]]))
     return None
+
+
+def _sees_no_key(evidence: Evidence) -> Tensor:
+    """Return `position`: True where every key is masked out for a query of the first batch item.
+
+    A mask of a finite number then gives all keys the same weight: the output has no meaning.
+    """
+    length = evidence.source.length
+    blind = torch.zeros(length, dtype=torch.bool)
+    for sight in evidence.sights:
+        if sight.queries == length:
+            blind |= ~sight.seen[0].any(-1)
+    return blind
 
 
 def _has_faulty_slots(evidence: Evidence) -> bool:

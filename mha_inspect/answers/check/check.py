@@ -43,7 +43,7 @@ from .padding import padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
 from .rotary import rotary
-from .same import reference, repeat, training
+from .same import draws, reference, repeat, training
 from .scores import lone_softmaxes, scale, scale_words, softmax
 from .slots import has_lost_tokens
 from .split_heads import heads
@@ -283,11 +283,20 @@ def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
                 "repeat",
                 "Weights are dropped at random although the module is in eval mode.",
                 "This run was in eval mode, and a dropout changed the weights.",
-                source=attention.value_product.op.source,
+                source=_line_of_dropout(evidence, attention),
                 module=attention.module,
                 fix="Drop only in training: F.dropout(weights, p, self.training), or dropout_p=p * self.training.",
             )
             return
+
+
+def _line_of_dropout(evidence: Evidence, attention: Attention) -> str:
+    """Return the line that draws which weights are dropped; of a kernel that drops them itself, its own."""
+    start, stop = attention.softmax.index, attention.value_product.op.index
+    for op in evidence.run.recording.ops[start:stop]:
+        if draws(op):
+            return op.source
+    return attention.value_product.op.source
 
 
 def _with_way(finding: Finding) -> Finding:

@@ -590,10 +590,15 @@ def _real_with_padding(pads: Tensor) -> Tensor:
 def _hides(seen: Tensor, pads: Tensor) -> bool:
     """Return whether no token that is no padding sees padding, and not because of the order of tokens alone.
 
-    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them.
+    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them. If
+    the marked tokens see each other and no other token, they are a document of their own.
     """
     is_real = ~pads[:, :, None]  # batch query 1
     if not bool((seen & is_real).any()) or _sees_padding(seen, pads):
+        return False
+    sees_marked = bool((seen & pads[:, :, None] & pads[:, None]).any())
+    sees_others = bool((seen & pads[:, :, None] & ~pads[:, None]).any())
+    if sees_marked and not sees_others:
         return False
     past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
     hidden = _real_with_padding(pads)

@@ -62,8 +62,8 @@ def _of_state(evidence: Evidence, apart: float) -> Finding:
 
 def _of_seed(evidence: Evidence, apart: float) -> Finding:
     """Return the fault of a run that draws random numbers, at the first operation that does."""
-    draws = [op for op in evidence.run.recording.ops if _draws(op)]
-    dropouts = [op for op in draws if "dropout" in op.base_name or "bernoulli" in op.base_name]
+    drawing = [op for op in evidence.run.recording.ops if draws(op)]
+    dropouts = [op for op in drawing if "dropout" in op.base_name or "bernoulli" in op.base_name]
     proof = f"Two runs on the same input, with different seeds, differ by {apart:.3g}."
     if dropouts:
         return Finding(
@@ -79,12 +79,12 @@ def _of_seed(evidence: Evidence, apart: float) -> Finding:
         "The forward draws random numbers in eval: two runs give different outputs.",
         proof,
         sure=False,
-        source=draws[0].source if draws else "",
-        module=draws[0].module if draws else "",
+        source=drawing[0].source if drawing else "",
+        module=drawing[0].module if drawing else "",
     )
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     """Return whether an operation draws random numbers. A fused dropout has an argument that says it does not."""
     is_off = op.base_name == "native_dropout" and op.args[2:3] == (False,)
     return op.does("draws") and not is_off

@@ -275,10 +275,13 @@ class SeenKeys:
         back, ahead = int(distances.max()), -int(distances.min())
         longest = max(group[-1] - group[0] for group in groups)
         places = text.shortened(" | ".join([text.spans(group) for group in groups]), 60)
-        if back < longest or 0 < ahead < longest:
+        is_limited = back < longest
+        if ahead == 0:
+            how = f"causal, a window of {back + 1}" if is_limited else "causal"
+        elif is_limited or 0 < ahead < longest:
             how = f"each token sees {back} before it and {ahead} after it"
         else:
-            how = "causal" if ahead == 0 else "each token sees all tokens"
+            how = "each token sees all tokens"
         return f"{how}, within groups of tokens: {places}"
 
     def masks_out(self, keys: Tensor) -> bool:

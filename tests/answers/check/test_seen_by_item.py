@@ -57,6 +57,38 @@ def test_documents_both_ways() -> None:
     assert "0–2 | 3–6 | 7" in seen(report).sentence
 
 
+class LocalDocuments(Documents):
+    """Each token sees itself and the two before it in its document."""
+
+    def seen(self, marks: Tensor) -> Tensor:
+        return super().seen(marks).triu(-2)
+
+
+def test_two_documents_are_no_padding() -> None:
+    marks = torch.tensor([[0] * 5 + [1] * 5, [0] * 3 + [1] * 7])
+    report = checked(LocalDocuments(), tokens(marks), marks, causal=True)
+    assert report.ok
+    sentence = seen(report).sentence
+    assert "masked out for every query" not in sentence
+    assert "causal, a window of 3, within groups of tokens: 0–4 | 5–9" in sentence
+
+
+class PaddedDocuments(Documents):
+    """Tokens of document -1 are padding, and see nothing: their weights are those of a mask of -1e9."""
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        seen = self.seen(marks) & (marks >= 0)[:, None, None]
+        return self.o(self.join((q @ k.mT).masked_fill(~seen, -1e9).softmax(-1) @ v))
+
+
+@pytest.mark.parametrize("declared", [True, None])
+def test_a_query_without_any_key_is_not_accused_of_the_future(declared: bool | None) -> None:
+    marks = torch.tensor([[0] * 4 + [1] * 4 + [-1] * 2, [0] * 3 + [1] * 7])
+    report = checked(PaddedDocuments(), tokens(marks), marks, causal=declared)
+    assert [finding for finding in report.findings if finding.check == "causal"] == []
+
+
 class Unconnected(Masked):
     """A mistake: query 4 and those after it do not see key 0."""
 
