@@ -150,7 +150,8 @@ class Case:
     name: str
     check: str
     """The check that is to find it."""
-    wrong: Steps
+    wrong: Steps | None
+    """None of what is right and looks like that mistake."""
     twin: Steps = field(default_factory=dict)
     intent: Intent = field(default_factory=Intent)
     base: Callable[..., nn.Module] = Right
@@ -161,10 +162,13 @@ class Case:
     """Whether it may be meant, so that it is no more than suspected."""
     in_trace: bool = False
     """Whether the one run of a trace shows it."""
+    asked: bool = True
+    """Whether the check has something to test in the twin, and passes."""
 
     def make(self, wrong: bool) -> nn.Module:
         """Return the module with the mistake, or its twin."""
         steps = self.wrong if wrong else self.twin
+        assert steps is not None, "no mistake is known"
         return steps() if callable(steps) else self.base(**steps)
 
 

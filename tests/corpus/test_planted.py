@@ -22,7 +22,10 @@ def report_of(case: Case, *, wrong: bool, declared: bool = True) -> CheckReport:
     return check(Subject(module.to(dtype), (), kwargs), case.intent if declared else Intent())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+WRONG = [case for case in CASES if case.wrong is not None]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
 def test_a_mistake_is_found(case: Case) -> None:
     report = report_of(case, wrong=True)
     found = {finding.check: finding.sure for finding in reversed(report.findings)}
@@ -42,7 +45,7 @@ def test_a_trace_accuses_no_twin(case: Case) -> None:
         assert [finding for finding in mha_inspect.trace(module, **inputs).findings if finding.sure] == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.in_trace], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in WRONG if case.in_trace], ids=lambda case: case.name)
 def test_one_run_shows_a_mistake(case: Case) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
