@@ -15,17 +15,11 @@ from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
 
-from .check import test_published as published
+from . import wrong_caches as published
+from .decoding import SIZES, Attention, Last, Odd, Restarting, Rotated, Slots, Static, TwoLayers, TwoWays, WithBias
+from .every_mistake import CASES, Case
 
 IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture
@@ -41,40 +35,6 @@ def decode(module, *args, steps=3, cache=None, positions=None, **kwargs):
 
 def rows(trace):
     return [(row.queries, row.past, row.new) for row in trace.steps]
-
-
-class Attention(nn.Module):
-    """As nanoGPT has it, with a `past` that is returned second."""
-
-    def __init__(self, embed=32, heads=4, fault="") -> None:
-        super().__init__()
-        self.heads, self.fault = heads, fault
-        self.qkv, self.proj = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
-
-    def forward(self, x, past=None):
-        b, t, e = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if past is not None:
-            if self.fault == "raises" and past[0].shape[2] > 5:
-                raise RuntimeError("the cache is full")
-            k, v = (torch.cat([old, new], 2) for old, new in zip(past, (k, v), strict=True))
-        keys = k.shape[2]
-        mask = torch.ones(t, keys, dtype=torch.bool).tril(keys - t + (self.fault == "late"))
-        if self.fault == "forgets":
-            k, v, mask = k[:, :, -t:], v[:, :, -t:], mask[:, -t:]
-        weights = (q @ k.mT / (e // self.heads) ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
-        return self.proj((weights @ v).transpose(1, 2).reshape(b, t, e)), (k, v)
-
-
-class WithBias(nn.Module):
-    """Every step sees two keys more than its own, and no earlier one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(32, 4, add_bias_kv=True, add_zero_attn=True, batch_first=True)
-
-    def forward(self, x):
-        return self.inner(x, x, x)[0]
 
 
 def test_rows_of_a_concatenated_cache_by_hand():
@@ -94,17 +54,6 @@ def test_rows_of_a_concatenated_cache_by_hand():
     assert stages["scores"] == (2, 4, 1, 7)
 
 
-class TwoLayers(nn.Module):
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.first, self.last = Attention(), Attention(fault=fault)
-
-    def forward(self, x, past=None):
-        x, first = self.first(x, past and past[0])
-        x, last = self.last(x, past and past[1])
-        return x, (first, last)
-
-
 @pytest.mark.parametrize("fault", ["", "late"])
 def test_every_call_is_compared_and_not_only_the_last(fault):
     torch.manual_seed(0)
@@ -118,14 +67,6 @@ def test_every_call_is_compared_and_not_only_the_last(fault):
     trace = decode(module, x, steps=3)
     assert trace.decode.verdict == ("differs" if fault else "same")
     assert trace.decode.max_abs_difference == pytest.approx(float(max(ends)), abs=1e-7)
-
-
-class Restarting(Attention):
-    """Positions restart at 0 in each call that is not given them, as in some hybrid models."""
-
-    def forward(self, x, past=None, position_ids=None):
-        places = torch.arange(x.shape[1])[None] if position_ids is None else position_ids
-        return super().forward(x + places.to(x)[..., None].sin(), past)
 
 
 def test_positions_that_the_call_leaves_out_are_given_where_they_make_the_difference():
@@ -142,41 +83,12 @@ def test_positions_that_the_call_leaves_out_are_given_where_they_make_the_differ
     assert decode(Attention(), x).notes == ()
 
 
-class Slots(Attention):
-    """Writes by index into a table of slots, and reads those up to the last position."""
-
-    def forward(self, x, cache_position=None):
-        places = torch.arange(x.shape[1]) if cache_position is None else cache_position
-        if not hasattr(self, "slots"):
-            self.slots = torch.zeros(len(x), 16, 2, x.shape[2])
-        q, *new = self.qkv(x).chunk(3, -1)
-        self.slots.index_put_((torch.arange(len(x))[:, None], places), torch.stack(new, 2))
-        k, v = self.slots[:, : int(places[-1]) + 1].unbind(2)
-        late = torch.arange(k.shape[1]) > places[:, None]
-        return (q @ k.mT / x.shape[2] ** 0.5).masked_fill(late, -torch.inf).softmax(-1) @ v
-
-
 def test_positions_that_the_call_leaves_out_are_given_where_no_step_sees_the_cache_without_them():
     torch.manual_seed(0)
     module, x = Slots().eval(), torch.randn(2, 7, 32)
     trace = decode(module, x)
     assert (trace.decode.verdict, rows(trace)[1:]) == ("same", [(1, 4, 1), (1, 5, 1), (1, 6, 1)])
     assert trace.notes[0] == "cache_position was given and advanced: without it, no cache is found."
-
-
-class TwoWays(nn.Module):
-    """Two layers of which each token sees all tokens; the second keeps what the first made of the earlier ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(2))
-
-    def forward(self, x, mems=None):
-        kept = []
-        for place, layer in enumerate(self.layers):
-            kept.append(x if mems is None else torch.cat([mems[place], x], 1))
-            x = layer(x, kept[-1], kept[-1])[0]
-        return x, kept
 
 
 def test_a_forward_whose_tokens_see_later_tokens_is_not_compared_with_its_steps():
@@ -200,20 +112,6 @@ def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(hf):
     assert trace.decode.verdict == "same"
 
 
-class Static(nn.Module):
-    """A model that makes and returns, or keeps, a static cache of 16 slots."""
-
-    def __init__(self, hf, *, keeps: bool) -> None:
-        super().__init__()
-        self.model, self.keeps, self.make = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), keeps, hf.StaticCache
-        self.cache = self.make(self.model.config, max_cache_len=16) if keeps else None
-
-    def forward(self, ids, past_key_values=None):
-        cache = self.cache if self.keeps else past_key_values or self.make(self.model.config, max_cache_len=16)
-        out = self.model(ids, past_key_values=cache)
-        return out.logits if self.keeps else (out.logits, out.past_key_values)
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_static_cache_has_empty_slots_and_counts_the_tokens_so_far(hf, keeps):
     torch.manual_seed(0)
@@ -225,11 +123,15 @@ def test_a_static_cache_has_empty_slots_and_counts_the_tokens_so_far(hf, keeps):
 
 
 @pytest.mark.parametrize(
-    ("make", "table", "keys"), [(published.llama, "cache_k", 6), (published.gpt_fast, "k_cache", 16)]
+    ("make", "args", "table", "keys"),
+    [
+        (published.LlamaModel, (published.TOKENS,), "layers.0.cache_k", 6),
+        (published.GptFast, (published.TOKENS, torch.arange(6)), "k_cache", 16),
+    ],
 )
-def test_published_code_that_writes_its_cache_in_place(make, table, keys):
+def test_published_code_that_writes_its_cache_in_place(make, args, table, keys):
     torch.manual_seed(0)
-    module, args = make()
+    module = make()
     trace = decode(module, *args)
     assert rows(trace) == [(3, 0, 3), (1, 3, 1), (1, 4, 1), (1, 5, 1)]
     assert trace.steps[-1].scores == (2, 4, 1, keys)
@@ -240,12 +142,6 @@ def test_published_code_that_writes_its_cache_in_place(make, table, keys):
 
 
 def test_a_cache_of_any_name_and_positions_that_are_named():
-    class Odd(Attention):
-        def forward(self, x, weights_mask=None, note=None, earlier=None, step=0):
-            if note is not None:
-                raise TypeError("note is text")
-            return super().forward(x + torch.arange(step, step + x.shape[1])[:, None].sin(), earlier)
-
     torch.manual_seed(0)
     x = torch.randn(2, 7, 32)
     assert decode(Odd(), x, positions="step").decode.verdict == "same"
@@ -255,11 +151,6 @@ def test_a_cache_of_any_name_and_positions_that_are_named():
 
 
 def test_logits_of_the_last_position_alone_and_none_before_the_cache():
-    class Last(Attention):
-        def forward(self, x, past=None):
-            out, cache = super().forward(x, past)
-            return out[:, [-1]], None, cache
-
     trace = decode(Last(), torch.randn(2, 7, 32))
     assert trace.decode.verdict in ("same", "inconclusive")
     assert trace.decode.max_abs_difference < 1e-5
@@ -333,3 +224,67 @@ def test_calls_that_are_no_loop_have_no_rows():
             cross(x[:, :1], memory, memory)
     assert len(seen.trace.attentions) == 3
     assert seen.trace.steps is None
+
+
+STEPWISE = [
+    (case, wrong)
+    for case in CASES
+    for wrong in (True, False)
+    if case.check == "cache" and case.intent.cache and set(case.inputs()) == {"x"}
+    if case.name not in ("CacheIfAsked", "CacheLost") and not (wrong and case.wrong is None)
+]
+
+
+@pytest.mark.parametrize(("case", "wrong"), STEPWISE[::3], ids=lambda value: getattr(value, "name", value))
+def test_the_verdict_is_that_of_calls_by_hand(case: Case, wrong: bool):
+    """The oracle is the module itself: one call over all tokens, beside a prompt and single steps."""
+    torch.manual_seed(3)
+    module, x = case.make(wrong).eval(), case.inputs()["x"]
+    with torch.no_grad():
+        whole, past, ends = case.make(wrong).eval(), None, []
+        whole.load_state_dict(module.state_dict())
+        truth, steps = whole(x)[0], x.shape[1] - 3
+        whole = case.make(wrong).eval()
+        whole.load_state_dict(module.state_dict())
+        for start, stop in pairwise((0, steps, steps + 1, steps + 2, steps + 3)):
+            output, past = whole(x[:, start:stop], **({case.intent.cache: past} if start else {}))
+            ends.append(float((truth[:, stop - 1] - output[:, -1]).abs().max()))
+    proof = decode(module, x, cache=case.intent.cache).decode
+    assert proof.verdict == ("differs" if max(ends) > 1e-4 else "same")
+    if proof.verdict == "differs":
+        assert proof.max_abs_difference == pytest.approx(max(ends), rel=1e-3)
+
+
+def recorded(module, offsets, *, length=6, cut=0):
+    torch.manual_seed(1)
+    cache, x = None, torch.randn(1, length, 24)
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        for offset in offsets:
+            y, cache = module.eval()(x, cache, offset)
+            x = y[:, -1:]
+            if cut:
+                cache, cut = (cache[0][:, :, :-cut], cache[1][:, :, :-cut], cache[2] - cut), 0
+    return seen.trace
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "cut", "expected", "jumps"),
+    [
+        (Rotated(), [0, 12, 13], 0, [0, 12, 13], True),
+        (Rotated(table="sliced"), [0, 12, 13], 0, [0, 12, 13], True),
+        (Rotated(table="ids"), [0, 12, 13], 0, [0, 12, 13], True),
+        (Rotated(anew=True, most=6), [None] * 4, 0, [0, 6, 6, 6], False),  # keys rotated anew count their rows
+        (Rotated(), [None] * 3, 2, [0, 4, 5], False),  # tokens that are taken back
+    ],
+)
+def test_the_positions_of_each_call_are_those_that_it_was_rotated_by(module, given, cut, expected, jumps):
+    trace = recorded(module, given, cut=cut)
+    assert [step.query_offset for step in trace.steps] == expected
+    assert bool([note for note in trace.notes if "jump" in note]) == jumps
+
+
+@pytest.mark.parametrize("fault", [0, 1])
+def test_decode_tells_the_positions_of_its_calls(fault):
+    torch.manual_seed(1)
+    trace = decode(Rotated(fault=fault), torch.randn(1, 8, 24), steps=2)
+    assert [step.query_offset for step in trace.steps] == [0, 6 + fault, 7 + 2 * fault]
