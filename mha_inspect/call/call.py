@@ -219,6 +219,10 @@ class Plan:
             # Both values in every row: never fully masked, whichever value means masked.
             row = torch.arange(shape[-1]) % 2 == 0
             return row.expand(shape).clone()
+        if self.kind == "rotation" and len(shape) == 2:
+            return _rotation(*shape)
+        if dtype.is_complex:
+            return torch.randn(shape, generator=generator, dtype=torch.complex64, device="cpu")
         if dtype.is_floating_point:
             return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         ids = torch.randint(0, max(self.below, 1), shape, generator=generator)
@@ -241,6 +245,13 @@ class Plan:
         if self.kind == "ids":
             return f"torch.randint({self.below}, {shape})"
         return f"torch.randn{shape}"
+
+
+def _rotation(length: int, pairs: int) -> Tensor:
+    """Return rotary positions as complex numbers, `query pair`: position · 10000^(-pair / pairs) is the angle."""
+    rates = 10_000.0 ** -(torch.arange(pairs) / pairs)
+    angles = torch.outer(torch.arange(length), rates)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 class TargetFailedError(MhaInspectError):

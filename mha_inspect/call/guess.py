@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
 from math import prod
-from typing import Any, get_origin, is_typeddict
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,7 +19,7 @@ from ..making.target import Target
 from ..making.vocabulary import ALIASES, Kind, plain
 from ..text import message_of
 from .call import Axis, Forward, Plan
-from .probe import Probed
+from .probe import Evidence, Probed
 
 _UNUSUAL = 37
 """An unlikely width: a forward that accepts it does not depend on the width."""
@@ -36,6 +35,16 @@ _WIDTH_FLAGS: dict[Kind, str] = {"key": "kdim", "value": "vdim", "other": "kdim"
 """Kind of a vector to the flag with its width, where that is not embed_dim."""
 
 
+_Form = Literal["hidden", "ids", "image", "channels_last", "heads", "channels_first", "unbatched"]
+"""How a forward may take an argument: `batch query embed`, ids, `batch channels height width`,
+`batch height width channels`, `batch heads query head_dim`, `batch channels query`, `query embed`."""
+_FORMS: tuple[_Form, ...] = get_args(_Form)
+_FORMS_OF_KEYS: tuple[_Form, ...] = ("heads", "unbatched")
+"""Forms of queries, keys and values that are given apart. Square images would hide a product of the wrong axes."""
+_LOOSE = ("query", "key", "value", "hidden", "other", "ids", "image", "unknown")
+"""Kinds of arguments that may have another form than their name says."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a target's arguments, from their names, names of settings and its layers."""
@@ -43,6 +52,8 @@ class Sizes:
     target: Target
     forward: Forward
     unbatched: bool
+    lengths: Collection[int] = ()
+    """Numbers of tokens in the inputs: a width is never drawn like one, so that exchanged axes are seen."""
 
     def plan(self, name: str, kind: Kind | None = None, size: int | None = None, *, is_1d: bool = False) -> Plan:
         """Return the likely plan of an argument, or a plan of this kind.
@@ -54,6 +65,8 @@ class Sizes:
             channels = size or _first_int(self.target.arguments, *_CHANNELS) or 3
             pixels: tuple[Axis, ...] = ("query",) if is_1d else self._image_size()
             return Plan(kind, ("batch", channels, *pixels))
+        if kind == "rotation":
+            return self._rotation()
         length = self._length_axis(name)
         places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
         if kind == "ids":
@@ -61,6 +74,41 @@ class Sizes:
             return Plan(kind, places, "int64", below)
         width = size or self._width(kind)
         return Plan(kind, (*places, width))
+
+    def plan_in_form(self, name: str, form: _Form) -> Plan:
+        """Return the plan of an argument in another form than its name says."""
+        if form in ("hidden", "ids", "image"):
+            return self.plan(name, form)
+        width = self._width("hidden")
+        length = self._length_axis(name)
+        if form == "channels_last":
+            return Plan("image", ("batch", *self._image_size(), width))
+        if form == "channels_first":
+            return Plan("unknown", ("batch", width, length))
+        if form == "unbatched":
+            return Plan("unknown", (length, width))
+        return Plan("unknown", ("batch", *self._heads_of(width, length)))
+
+    def _heads_of(self, width: int, length: Axis) -> tuple[Axis, ...]:
+        """Return the axes of a sequence that is split already, `heads length head_dim`."""
+        heads = self._setting("num_heads") or 4
+        head_dim = self._setting("head_dim") or max(width // heads, 1)
+        return heads, length, head_dim
+
+    def _rotation(self) -> Plan:
+        """Return the plan of the complex rotations of a sequence, `query pair`: each pair of features has one."""
+        width = self._width("hidden")
+        heads = self._setting("num_heads") or 1
+        head_dim = self._setting("head_dim") or width // heads
+        return Plan("rotation", ("query", max(head_dim // 2, 1)), "complex64")
+
+    def _setting(self, flag: str) -> int | None:
+        """Return the size that the target has for a flag, by any name for it; None if it has none."""
+        for source in self._sources():
+            size = _first_int(source, *ALIASES[flag])
+            if size is not None:
+                return size
+        return None
 
     def _length_axis(self, name: str) -> Axis:
         """Return the axis with the length of an argument: `key` for a second sequence and the input of an encoder."""
@@ -121,16 +169,15 @@ class Sizes:
                     group = unnamed if _WIDTH_NAME.search(name) is None else named
                     group.append(value)
         widths = dict.fromkeys([*_widths_in(message_of(error)), *named, *unnamed])
-        widths.pop(_UNUSUAL, None)
+        for unwanted in (_UNUSUAL, *self.lengths):
+            widths.pop(unwanted, None)
         return list(widths)[:_TRIES]
 
     def _known_width(self, kind: Kind) -> int | None:
         """Return the width of vectors of a kind; None if nothing in the target shows it."""
-        for flag in (_WIDTH_FLAGS.get(kind, "embed_dim"), "embed_dim"):
-            for source in self._sources():
-                width = _first_int(source, *ALIASES[flag])
-                if width is not None:
-                    return width
+        width = self._setting(_WIDTH_FLAGS.get(kind, "embed_dim")) or self._setting("embed_dim")
+        if width is not None:
+            return width
         linears = [part for part in self.target.module.modules() if isinstance(part, nn.Linear)]
         sizes = [linear.in_features for linear in linears]  # 0 for a lazy layer
         sizes += [linear.out_features for linear in linears]
@@ -284,45 +331,97 @@ class _Attempt:
         """How many arguments the run showed, before it raised."""
         return len(self.probed.evidence)
 
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether a matrix multiplies an argument that was given token ids."""
+        for name, evidence in self.probed.evidence.items():
+            plan = self.plans.get(name)
+            if plan is not None and plan.kind == "ids" and evidence.kind != "ids":
+                return True
+        return False
+
     def is_better_than(self, attempt: _Attempt) -> bool:
         """Return whether this run got further: to its end, or else past the use of more arguments."""
-        if attempt.probed.error is None:
+        if attempt.probed.error is None or self.is_contradicted:
             return False
         return self.probed.error is None or self.num_shown > attempt.num_shown
 
     def is_enough(self, names: Sequence[str]) -> bool:
         """Return whether another run would show nothing more of these arguments."""
-        if self.probed.error is None:
-            return True
-        return self.num_shown >= len(names)
+        if self.is_contradicted:
+            return False
+        return self.probed.error is None or self.num_shown >= len(names)
 
 
 Run = Callable[[Mapping[str, Plan], bool], Probed]
 """Runs the forward with plans, to the end if its second argument is true."""
 
 
-def guessed_plans(sizes: Sizes, names: Sequence[str], given: Collection[str], run: Run) -> dict[str, Plan]:
+def guessed_plans(
+    sizes: Sizes,
+    names: Sequence[str],
+    given: Collection[str],
+    run: Run,
+    runs: Callable[[Mapping[str, Plan]], bool],
+) -> dict[str, Plan]:
     """Return plans for arguments, by how the forward uses them in one run, or in more if it raises.
 
-    Other arguments are `given`.
+    Other arguments are `given`. `runs` says whether the forward runs to its end with plans as they are.
 
     Raises `InputError` if an argument cannot be guessed.
     """
     optional = _perhaps_optional(sizes.forward, names, given)
     attempt = _best_attempt(sizes, names, optional, run)
     probed = attempt.probed
+    plans = dict(attempt.plans)
+    for name, evidence in probed.evidence.items():
+        if name in plans:
+            plans[name] = _plan_by_evidence(sizes, name, plans[name], evidence)
+    if probed.error is not None:
+        with_width = _with_width_that_runs(sizes, plans, probed.error, run)
+        if with_width is not None:
+            return with_width
+    if not attempt.is_enough(names):
+        in_another_form = _form_that_runs(sizes, names, optional, runs)
+        if in_another_form is not None:
+            return in_another_form
     unknown = _not_shown(sizes.forward, names, optional, attempt)
     if unknown:
         raise InputError(_unknown_message(sizes, names, unknown))
-    plans = dict(attempt.plans)
-    for name, evidence in probed.evidence.items():
-        if name not in plans:
-            continue
-        kind = plans[name].kind if evidence.kind == "width" else evidence.kind
-        plans[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
-    if probed.error is None:
-        return plans
-    return _with_width_that_runs(sizes, plans, probed.error, run)
+    return plans
+
+
+def _plan_by_evidence(sizes: Sizes, name: str, plan: Plan, evidence: Evidence) -> Plan:
+    """Return the plan after a use: a matrix reads the last axis of an image, a convolution its channels."""
+    if evidence.kind != "width":
+        return sizes.plan(name, evidence.kind, evidence.size, is_1d=evidence.is_1d)
+    if plan.kind == "image" and not evidence.is_1d:
+        return replace(plan, axes=("batch", *plan.axes[2:], evidence.size))
+    return sizes.plan(name, plan.kind, evidence.size, is_1d=evidence.is_1d)
+
+
+def _form_that_runs(
+    sizes: Sizes, names: Sequence[str], optional: Sequence[str], runs: Callable[[Mapping[str, Plan]], bool]
+) -> dict[str, Plan] | None:
+    """Return plans in the first form with which the forward runs to its end; None if there is none.
+
+    Optional arguments are left out: what they are is not known in any form.
+    """
+    required = [name for name in names if name not in optional]
+    loose = [name for name in required if sizes.forward.kind(name) in _LOOSE]
+    forms = _FORMS_OF_KEYS if _has_keys(sizes.forward, names) else _FORMS
+    for form in forms if loose else ():
+        plans = {name: sizes.plan(name) for name in required}
+        for name in loose:
+            plans[name] = sizes.plan_in_form(name, form)
+        if runs(plans):
+            return plans
+    return None
+
+
+def _has_keys(forward: Forward, names: Sequence[str]) -> bool:
+    """Return whether keys or values are among these arguments."""
+    return any(forward.kind(name) in ("key", "value") for name in names)
 
 
 def _perhaps_optional(forward: Forward, names: Sequence[str], given: Collection[str]) -> list[str]:
@@ -359,6 +458,8 @@ def _plans_to_try(sizes: Sizes, names: Sequence[str], optional: Sequence[str]) -
     """Yield plans in the order of trying them: vectors first, then ids and images; without optional arguments first."""
     usual = {name: sizes.plan(name) for name in names}
     loose = [name for name, plan in usual.items() if plan.kind in ("hidden", "unknown", "query")]
+    if _has_keys(sizes.forward, names):
+        loose = []
     kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
     for kind in kinds:
         plans = dict(usual)
@@ -395,23 +496,25 @@ def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str])
     code = function_of(sizes.target, plans)
     return (
         f"{sizes.forward.label} needs {first}, which cannot be guessed. Give --input-shape "
-        f"{first}=2x10x512:float32 with its own sizes, --input FILE with {first} in it, or a function "
+        f"{first}=SIZES:DTYPE, e.g. 2x10x512:float32, --input FILE with {first} in it, or a function "
         f"that returns it with the module:\n{code}"
     )
 
 
-def _with_width_that_runs(sizes: Sizes, plans: dict[str, Plan], error: Exception, run: Run) -> dict[str, Plan]:
-    """Return the plans with a width with which the forward runs, in place of a drawn width; else the same plans."""
+def _with_width_that_runs(
+    sizes: Sizes, plans: Mapping[str, Plan], error: Exception, run: Run
+) -> dict[str, Plan] | None:
+    """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none."""
     drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
     if not drawn:
-        return plans
+        return None
     for width in sizes.possible_widths(error):
         wider = dict(plans)
         for name in drawn:
             wider[name] = replace(plans[name], axes=(*plans[name].axes[:-1], width))
         if run(wider, True).error is None:
             return wider
-    return plans
+    return None
 
 
 # -- the models of Hugging Face transformers, from their configurations ------------------------------------------------
@@ -606,74 +709,3 @@ def _constructor_call(target: Target) -> str:
         return "..."
     passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
     return f"{function}({passed})"
-
-
-# -- which axis is the batch -------------------------------------------------------------------------------------------
-
-_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
-_UNPACKED = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *(?:#.*)?$"
-
-
-def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[int, str] | None:
-    """Return the axis that the forward names as the batch when it unpacks a shape, and the words for that.
-
-    `T, B, C = x.shape` gives axis 1. None if it unpacks the shape of none of these arguments before changing it.
-    """
-    try:
-        code = inspect.getsource(type(module).forward)
-    except (OSError, TypeError, AttributeError):  # the class of a scripted module has no forward
-        return None
-    for line in re.finditer(_UNPACKED, code, re.MULTILINE):
-        name = line[3]
-        changed = rf"\b{name}\b[^=\n]*(?<![=!<>])=(?!=)"
-        before = code[code.find(":\n") : line.start()]
-        if name not in arguments or re.search(changed, before):
-            continue
-        for axis, word in enumerate(line.groups()[:2]):
-            if word.lower() in _BATCH:
-                return axis, f"the forward unpacks {name}.shape as {line[1]}, {line[2]}"
-    return None
-
-
-def said_batch_first(module: nn.Module) -> bool | None:
-    """Return the `batch_first` of a module, or of a part of one of torch's; None if it has none."""
-    is_of_torch = type(module).__module__.startswith("torch.nn.")
-    parts = module.modules() if is_of_torch else [module]
-    for part in parts:
-        batch_first = getattr(part, "batch_first", None)
-        if isinstance(batch_first, bool):
-            return batch_first
-    return None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Whether the batch comes first in the arguments of a forward."""
-
-    batch_first: bool
-    why: str = ""
-    """The end of a sentence; empty if it is plain."""
-
-
-def layout_of(module: nn.Module, arguments: Collection[str]) -> Layout:
-    """Return the layout of these arguments. The batch is first, unless the module shows another layout.
-
-    It shows that by `batch_first`, or its forward by `T, B, C = x.shape`.
-    """
-    if is_hugging_face(module):
-        return Layout(batch_first=True)
-    batch_first = said_batch_first(module)
-    if batch_first is not None:
-        return Layout(batch_first)
-    unpacked = batch_axis_in_words(module, arguments)
-    if unpacked is not None:
-        axis, words = unpacked
-        if axis == 0:
-            return Layout(batch_first=True)
-        return Layout(batch_first=False, why=f"{words}. Use --batch-first for the other layout.")
-    for part in module.modules():
-        if getattr(part, "batch_first", None) is False:
-            kind = type(part).__name__
-            why = f"the forward does not say, but its {kind} takes the sequence first. Use --seq-first for that layout."
-            return Layout(batch_first=True, why=why)
-    return Layout(batch_first=True)

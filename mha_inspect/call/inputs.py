@@ -23,7 +23,8 @@ from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Layout, Sizes, beside, configured_plans, guessed_plans, is_hugging_face, layout_of, needed
+from .guess import Sizes, beside, configured_plans, guessed_plans, is_hugging_face, needed
+from .layout import Layout, layout_by_layers, layout_of
 from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
 from .probe import Probed, probe
@@ -61,7 +62,10 @@ def make_call(target: Target, asked: Asked) -> Call:
     if target.call is not None:
         return _returned_call(target, asked)
     forward = Forward.of(target.module, target.name)
-    sizes = Sizes(target, forward, asked.inputs.unbatched)
+    # For the runs that show the inputs, before it is known which of them are sequences.
+    forward = replace(forward, batch_first=_layout(forward, forward.tensors, asked).batch_first)
+    lengths = (asked.inputs.seq_len, asked.inputs.keys)
+    sizes = Sizes(target, forward, asked.inputs.unbatched, lengths)
     shapes = forward.named(asked.shapes, "--input-shape")
     given = _given_values(sizes, asked)
     for name in shapes:
@@ -71,6 +75,8 @@ def make_call(target: Target, asked: Asked) -> Call:
     plans = _plans(sizes, _Drawing(forward, given, asked), shapes)
     sequences = _sequences(plans, given)
     layout = _layout(forward, sequences, asked)
+    if layout.is_assumed:
+        layout = _Drawing(forward, given, asked).layout_by_layers(plans)
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = _Drawing(forward, given, asked).values(plans)
@@ -202,6 +208,12 @@ class _Drawing:
         tensors = {name: values[name] for name in watched}
         return probe(call.of(self.forward.module), tensors, whole=whole)
 
+    def layout_by_layers(self, plans: Mapping[str, Plan]) -> Layout:
+        """Return the layout with which the layers of the forward take these inputs, from one run batch first."""
+        inputs = self.asked.inputs
+        call = self.forward.call(self.values(plans))
+        return layout_by_layers(call.of(self.forward.module), inputs.batch, inputs.seq_len)
+
     def runs(self, plans: Mapping[str, Plan]) -> bool:
         """Return whether the forward runs to its end with these plans."""
         probed = self.probed(plans, (), whole=True)
@@ -236,7 +248,10 @@ def _guessed(sizes: Sizes, drawing: _Drawing, plans: Mapping[str, Plan], names: 
         together = {**plans, **guesses}
         return drawing.probed(together, guesses, whole=whole)
 
-    return guessed_plans(sizes, names, {*drawing.given, *plans}, run)
+    def runs(guesses: Mapping[str, Plan]) -> bool:
+        return drawing.runs({**plans, **guesses})
+
+    return guessed_plans(sizes, names, {*drawing.given, *plans}, run, runs)
 
 
 def _with_configured(drawing: _Drawing, plans: Mapping[str, Plan], names: list[str]) -> dict[str, Plan]:

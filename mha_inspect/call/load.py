@@ -64,6 +64,7 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
         notes=() if layer else (*target.notes, *call.notes),
         hint="" if layer else call.hint,
         drawn_width=call.drawn_width,
+        guessed=() if layer else tuple(call.guessed),
         seed=seed,
         grad=grad,
         batch_first=call.batch_first if call.drawn and call.is_layout_known else None,

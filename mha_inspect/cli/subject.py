@@ -19,7 +19,7 @@ from ..text import did_you_mean, first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .output import print_and_export
-from .process import resume_collection
+from .process import import_torch, resume_collection
 from .ranks import place, with_group
 
 if TYPE_CHECKING:
@@ -142,14 +142,13 @@ def check_target(
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
     """
     from ..making.arguments import parse_settings, parse_shapes
-    from ..making.importing import is_file_alone, split_target
+    from ..making.importing import require_file
 
     if not is_target(text):
         _require_no_file(text)
         _require_no_dotted_name(text)
         raise SpecError(_no_target(text, command, beside_layer=beside_layer))
-    if not text.startswith("hf:") and not is_file_alone(text):
-        split_target(text)
+    require_file(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
     _require_seed(options)
@@ -242,6 +241,7 @@ def _failed_trace(failed: Subject, options: Options) -> Trace | None:
 @contextmanager
 def _building(options: Options, words: str) -> Iterator[Tick]:
     with progress(words, quiet=options.quiet) as tick:
+        import_torch()
         import torch
 
         from ..making.importing import stdout_for_the_answer

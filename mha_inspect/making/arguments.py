@@ -6,29 +6,30 @@ Only required arguments and those that the user set are passed; the others keep 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import reduce
 from inspect import Parameter
-from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DoesNotFitError, SpecError
+from ..errors import SpecError
 from ..text import did_you_mean, first_few, shown
+from .config import config_for
 from .vocabulary import ALIASES, Flags, flag_of, kind_of, named_for, origin_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
+INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128", "int64", "int32", "bool")
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
@@ -42,8 +43,6 @@ _LARGEST = 2**40
 _SHAPE = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
 _TENSORS = ("query", "key", "value", "hidden", "mask")
-_MOST_PARAMETERS = 100_000
-"""In tensors. A mixture of 256 experts in 61 layers, with separate matrices, has half as many."""
 
 
 # -- parsing the flags ------------------------------------------------------------------------------------------------
@@ -173,6 +172,8 @@ class Arguments:
     """Every name that --set could give, those in a config after a point."""
     used: set[str] = field(default_factory=set)
     """The flags that gave an argument."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen for an argument that does not say what it is, as sentences."""
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
@@ -228,7 +229,7 @@ def bind(
     _pass_flags(parameters, bound, flags)
     for key, parameter in parameters.items():
         if key not in bound.values:
-            _pass_config(parameter, bound, flags, namespace)
+            _pass_config(function, parameter, bound, flags, namespace)
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.values()):
         _pass_other_names(bound, flags, namespace)
     missing = [key for key, parameter in parameters.items() if _is_required(parameter) and key not in bound.values]
@@ -239,7 +240,7 @@ def bind(
             f"{name} takes tensors ({', '.join(missing)}), but a target must be a class or a function "
             "that returns a module. Call it in the forward of a torch.nn.Module."
         )
-    raise SpecError(_missing(name, missing, bound, flags.setting, namespace))
+    raise SpecError(_missing(name, missing, bound, flags.setting))
 
 
 def _converted(parameter: Parameter, text: str, namespace: Mapping[str, Any], flag: str) -> Any:
@@ -259,7 +260,7 @@ def _pass_other_names(bound: Arguments, flags: Flags, namespace: Mapping[str, An
             bound.values[key] = convert(key, text, Any, Parameter.empty, namespace, flags.setting)
 
 
-def _missing(name: str, missing: list[str], bound: Arguments, flag: str, namespace: Mapping[str, Any]) -> str:
+def _missing(name: str, missing: list[str], bound: Arguments, flag: str) -> str:
     """Return the message for required arguments that were not given."""
     unknown = ""
     for key in bound.left:
@@ -267,26 +268,11 @@ def _missing(name: str, missing: list[str], bound: Arguments, flag: str, namespa
             unknown = f" {flag} {key} is not one of its arguments ({', '.join(bound.names)})."
             break
     them = "it" if len(missing) == 1 else "them"
-    values: list[str] = []
-    may_be = ""
-    for argument in missing:
-        values.append(f"{flag} {argument}=VALUE")
-        may_be += _as_a_class(flag, argument, namespace)
+    values = [f"{flag} {argument}=VALUE" for argument in missing]
     return (
         f"{name} needs {', '.join(missing)}, but mha-inspect has no option for {them}.{unknown} "
-        f"Give {' '.join(values)}, or name a function that returns the module.{may_be}"
+        f"Give {' '.join(values)}, or name a function that returns the module."
     )
-
-
-def _as_a_class(flag: str, argument: str, namespace: Mapping[str, Any]) -> str:
-    """Return a sentence that a config may be the only dataclass of the file; empty for other arguments."""
-    words = ("config", "cfg", "args", "hparams", "params")
-    if not any(word in argument.lower() for word in words):
-        return ""
-    classes = [name for name, value in namespace.items() if isinstance(value, type) and is_dataclass(value)]
-    if len(classes) != 1:
-        return ""
-    return f" A class may be the value: {flag} {argument}={classes[0]}."
 
 
 def _pass_flags(parameters: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
@@ -310,9 +296,23 @@ def _pass_flags(parameters: Mapping[str, Parameter], bound: Arguments, flags: Fl
             bound.origins[name] = origin
 
 
-def _pass_config(parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]) -> None:
-    """Pass a dataclass that the signature names, made of --set and flags; an optional one if --set names a field."""
+def _pass_config(
+    function: Callable[..., Any], parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
+) -> None:
+    """Pass a dataclass that the signature names, made of --set and flags; an optional one if --set names a field.
+
+    Where the signature says nothing, the file may have what the function reads of the argument.
+    """
     name, kind = parameter.name, parameter.annotation
+    if kind is Parameter.empty and _is_required(parameter):
+        found = config_for(function, name, namespace)
+        if found is None:
+            return
+        bound.notes.append(f"{name} is made of {found.name}, which has all that is read of it.")
+        if not isinstance(found.value, type):
+            bound.values[name] = _with_options(found.value, name, bound, flags)
+            return
+        kind = found.value
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         return
     prefix = f"{name}."
@@ -342,6 +342,30 @@ def _pass_config(parameter: Parameter, bound: Arguments, flags: Flags, namespace
             del bound.left[key]
 
 
+def _with_options(config: Any, name: str, bound: Arguments, flags: Flags) -> Any:
+    """Return a copy of a dictionary or an object that is a config, with the user's flags and settings in it.
+
+    `--set config.n_head=4` gives a value; a flag gives that of its most specific name.
+    """
+    values: dict[str, Any] = dict(config) if isinstance(config, Mapping) else dict(vars(config))
+    bound.names += [f"{name}.{key}" for key in values]
+    for key in values:
+        text = bound.left.pop(f"{name}.{key}", None)
+        if text is not None:
+            values[key] = convert(key, text, type(values[key]), values[key], {}, flags.setting)
+    for flag in flags.given & set(ALIASES):
+        matching = named_for(flag, values)
+        if matching:
+            values[matching[0]] = flags.value(flag)
+            bound.used.add(flag)
+            bound.origins[f"{name}.{matching[0]}"] = origin_of(flag)
+    if isinstance(config, Mapping):
+        return values
+    copied = copy.copy(config)
+    vars(copied).update(values)
+    return copied
+
+
 def settings_of_forward(
     module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any], flag: str
 ) -> dict[str, Any]:
@@ -365,27 +389,3 @@ def unknown_setting(key: str, names: list[str], owner: str, flag: str) -> str:
     """Return the message for an unknown setting."""
     listed = first_few(names, 12) or "none"
     return f"{flag} {shown(key)} is not an argument of {owner}. Arguments: {listed}.{did_you_mean(key, names)}"
-
-
-@contextmanager
-def of_bounded_number(called: str) -> Iterator[None]:
-    """Raise `DoesNotFitError` in a constructor that makes too many parameters: even on meta they take memory.
-
-    `called` is the call for the message.
-    """
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    numbers = count(1)
-
-    def registered(*_: object) -> None:
-        if next(numbers) > _MOST_PARAMETERS:
-            raise DoesNotFitError(
-                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is the limit. "
-                "Give it fewer layers."
-            )
-
-    hook = register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -31,7 +31,8 @@ from ..errors import (
 )
 from ..files.checkpoint import read_json
 from ..text import did_you_mean, shown
-from .arguments import convert, of_bounded_number, settings_of_forward, unknown_setting
+from .arguments import convert, settings_of_forward, unknown_setting
+from .bounded import built
 from .importing import in_one_line
 from .vocabulary import ALIASES, Flags, dashed, named_for, plain
 
@@ -369,12 +370,19 @@ def _build(
     """Return the model. Raises `DoesNotFitError` if it has too many parameters, or they need too much memory."""
     before = torch.get_default_dtype()
     module: nn.Module
-    try:
+    way = f"Make it smaller, e.g. {_FEWER}, or show shapes only: --device meta."
+
+    def make() -> nn.Module:
         torch.manual_seed(seed)
-        if device == "meta" or not weights:
-            with torch.device("meta" if device == "meta" else "cpu"), of_bounded_number(shown(text)):
-                module = model_class._from_config(config, **extra)
-            return module
+        made: nn.Module = model_class._from_config(config, **extra)
+        return made
+
+    try:
+        if device == "meta":
+            with torch.device("meta"):
+                return built(make, shown(text), way)
+        if not weights:
+            return built(make, shown(text), way)
         safe = any(path.suffix == ".safetensors" for path in weights)
         asked = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": safe, "weights_only": True}
         module = model_class.from_pretrained(str(weights[0].parent), config=config, **asked, **extra)
@@ -383,7 +391,6 @@ def _build(
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            way = f"Make it smaller, e.g. {_FEWER}, or show shapes only: --device meta."
             raise DoesNotFitError(f"{shown(text)} needs more memory than is free. {way}") from None
         raise InputError(f"{shown(text)} cannot be built: {in_one_line(error)}") from None
     finally:

@@ -62,6 +62,15 @@ def _is_dotted_name(text: str) -> bool:
     return all(part.isidentifier() for part in text.split("."))
 
 
+def require_file(target: str) -> None:
+    """Raise `InputError` if a target has no valid form, or names a file that is not there. Nothing is imported."""
+    if target.startswith("hf:"):
+        return
+    where = target if is_file_alone(target) else split_target(target)[0]
+    if where.endswith(".py") and not os.path.isfile(where):
+        raise InputError(_no_file(where))
+
+
 def is_file_alone(text: str) -> bool:
     """Return whether a target is a Python file without the name of a class: `model.py`."""
     return text.endswith(".py") and ":" not in text
@@ -80,11 +89,29 @@ def names_in_file(path: Path) -> list[str]:
 def imported(where: str) -> ModuleType:
     """Return a module by its name or the path of its file. Raises `InputError` if it cannot be imported."""
     try:
-        return _load_file(where) if where.endswith(".py") else _load_module(where)
+        with _without_terminal(where):
+            return _load_file(where) if where.endswith(".py") else _load_module(where)
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # the file's own code may raise anything
+    except (SystemExit, EOFError) as error:
+        raise InputError(
+            f"{shown(where)} runs as a program when it is imported: {in_one_line(error)}. "
+            'Put what only the program does under `if __name__ == "__main__":`.'
+        ) from None
+    except Exception as error:  # the file's own code may raise anything
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+@contextmanager
+def _without_terminal(where: str) -> Iterator[None]:
+    """Run the block with a command line of one file and no terminal: code that asks for either ends at once."""
+    arguments, stdin = sys.argv, sys.stdin
+    try:
+        with open(os.devnull, encoding="utf-8") as nothing:
+            sys.argv, sys.stdin = [where], nothing
+            yield
+    finally:
+        sys.argv, sys.stdin = arguments, stdin
 
 
 def load_object(text: str) -> tuple[Any, ModuleType]:
@@ -177,6 +204,8 @@ def _load_file(where: str) -> ModuleType:
     is_new = str(root) not in sys.path
     if is_new:
         sys.path.insert(0, str(root))
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # a file of a package may import its neighbours by their bare names
     try:
         if len(parts) > 1 and path.stem.isidentifier():
             module = importlib.import_module(".".join(parts))

@@ -20,7 +20,8 @@ from ..layers.catalog import LayerKind
 from ..record.arguments import cast_module, cast_tensors
 from ..running.subject import seed_everything
 from ..text import a_kind, shown
-from .arguments import Arguments, bind, of_bounded_number, settings_of_forward, signature_of
+from .arguments import Arguments, bind, settings_of_forward, signature_of
+from .bounded import built
 from .hugging_face import build_model
 from .importing import in_one_line, load_object
 from .vocabulary import Flags, dashed
@@ -163,7 +164,7 @@ def _of_function(
         module=module,
         made_from=text,
         passed=passed,
-        notes=(f"Built with {', '.join(from_flags)}.",) if from_flags else (),
+        notes=(*bound.notes, *([f"Built with {', '.join(from_flags)}."] if from_flags else [])),
         arguments=_with_defaults(function, bound),
         forward_settings=forward_settings,
         call=call,
@@ -230,10 +231,14 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     values = ", ".join(f"{key}={_plain(value)}" for key, value in bound.values.items())
     called = f"{name}({values})"
     on_meta = torch.device("meta") if spec.device == "meta" else nullcontext()
-    try:
-        with of_bounded_number(shown(called)), on_meta:
+
+    def make() -> Any:
+        with on_meta:
             seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
+
+    try:
+        return built(make, shown(called), "Make it smaller, or show shapes only: --device meta.")
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
             raise

@@ -104,8 +104,10 @@ class Flags:
         return {"bias": True, "dropout": 0.0, "batch_first": True, "seq_len": 12}.get(flag, False)
 
 
-Kind = Literal["query", "key", "value", "hidden", "other", "ids", "image", "mask", "lengths", "setting", "unknown"]
-"""`other` is a second sequence: a context, a memory, the output of an encoder."""
+Kind = Literal[
+    "query", "key", "value", "hidden", "other", "ids", "image", "rotation", "mask", "lengths", "setting", "unknown"
+]
+"""`other` is a second sequence: a context, a memory, the output of an encoder. `rotation` is complex, by position."""
 
 
 _KINDS: dict[Kind, str] = {
@@ -125,6 +127,7 @@ _KINDS: dict[Kind, str] = {
         "input_ids ids idx token_ids tokens decoder_input_ids token indices input_tokens src_tokens tgt_tokens "
         "prev_output_tokens x_ids src_ids tgt_ids"
     ),
+    "rotation": "freqs_cis freqs_complex freq_cis",
     "image": "pixel_values image images img imgs pixels picture pictures pixel_values_videos video videos",
 }
 _KIND_OF = {plain(name): kind for kind, names in _KINDS.items() for name in names.split()}

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -110,6 +111,8 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}"
     if type(value) in (list, tuple):
         return f"({', '.join(map(_described, value))})"
     if isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Literal
 
 from ..errors import ExportError
 from ..text import printable
+
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Numbers of the errors of a write for which there is no space."""
 
 ExportFormat = Literal["plain", "json", "html", "png"]
 FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".html": "html", ".png": "png"}
@@ -67,9 +71,9 @@ class Destination:
                 device.write(data)
         except OSError as error:
             kept = " The existing file was not changed." if self.real.is_file() else ""
+            way = "Free some space, or choose another path." if error.errno in _FULL else "Choose another path."
             raise ExportError(
-                f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} "
-                "Free some space, or choose another path."
+                f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} {way}"
             ) from None
 
     def _replace(self, data: bytes, before: os.stat_result | None) -> None:

@@ -161,6 +161,8 @@ class Subject:
     """How to call it differently, as a sentence, if its arguments were guessed; otherwise empty."""
     drawn_width: int = field(default=0, kw_only=True)
     """The width of its inputs if nothing in the module shows it, else 0."""
+    guessed: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names of its inputs whose shape was guessed: that a forward raises on one of them may be the guess's fault."""
     batch_first: bool | None = field(default=None, kw_only=True)
     """Whether its inputs, which were drawn for it, are `batch seq embed`; None if somebody else made them."""
     without_ones: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)
@@ -422,7 +424,8 @@ def _can_be_repeated(value: Any) -> bool:
     """Return whether an argument is a tensor, or has nothing that a run may change: a number, or an empty list."""
     if isinstance(value, (torch.Tensor, *PLAIN)):
         return True
-    return value in ((), [], {})
+    # An array compares each of its elements, so containers are recognized by their type.
+    return isinstance(value, (tuple, list, dict)) and not value
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:

@@ -152,6 +152,20 @@ class Wraps(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class WrapsTurned(Wraps):
+    """Turns its input to the layout of the layer inside, and back."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class WrapsPooled(Wraps):
+    """Takes the mean over tokens, so that the second axis of its input is theirs."""
+
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
 class Calls(Attention):
     """Counts its calls for all that are copied of it."""
 
@@ -212,8 +226,8 @@ class Named(Attention):
 class Scaled(Attention):
     """Takes what nothing tells, behind what a name tells."""
 
-    def forward(self, x, freqs_cis):
-        return self.attended(x * freqs_cis, lambda s: s)
+    def forward(self, x, angles):
+        return self.attended(x * angles, lambda s: s)
 
 
 class NoWeights(nn.Module):

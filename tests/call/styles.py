@@ -139,8 +139,8 @@ class Needy(nn.Module):
         super().__init__()
         self.linear = nn.Linear(dim, dim)
 
-    def forward(self, x, freqs_cis):
-        q = self.linear(x) * freqs_cis
+    def forward(self, x, angles):
+        q = self.linear(x) * angles
         return (q @ q.mT).softmax(-1) @ q
 
 

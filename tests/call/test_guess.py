@@ -40,7 +40,17 @@ def loaded(name: str, settings: dict[str, str] | None = None, shapes: tuple[str,
     [
         ("Keeps", (2, 5, 12), None),
         ("Words", (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. Use --batch-first"),
-        ("Wraps", (2, 5, 12), "x is `batch seq embed`: the forward does not say, .*MultiheadAttention.* --seq-first"),
+        (
+            "Wraps",
+            (5, 2, 12),
+            "x is `seq batch embed`: the MultiheadAttention inside takes .*--batch-first",
+        ),
+        ("WrapsTurned", (2, 5, 12), None),
+        (
+            "WrapsPooled",
+            (2, 5, 12),
+            "x is `batch seq embed`: the forward does not say, .* --seq-first",
+        ),
     ],
 )
 def test_the_layout_is_what_the_forward_says(name: str, shape: tuple[int, ...], said: str | None) -> None:
@@ -96,7 +106,7 @@ def test_a_width_that_was_drawn_is_not_the_mistake_of_the_code(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("name", "said", "arguments"),
     [
-        ("Scaled", "Scaled.forward needs freqs_cis, .*--input-shape freqs", "x=torch.randn(2, 12, 12), freqs_cis=..."),
+        ("Scaled", "Scaled.forward needs angles, .*--input-shape angles", "x=torch.randn(2, 12, 12), angles=..."),
         ("Lengths", "Lengths.forward needs seq_lens, ", "x=torch.randn(2, 12, 12), seq_lens=..."),
         ("Dictionary", "Dictionary.forward takes several tensors in batch", "batch=..."),
         ("Annotated", "Annotated.forward takes several tensors in pair", "pair=..."),
@@ -142,8 +152,8 @@ def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
 def test_a_function_returns_what_the_forward_is_called_with() -> None:
     target, call = loaded("scaled")
     assert target.name == "Scaled"
-    assert torch.equal(call.kwargs["freqs_cis"], torch.ones(5, 12))
-    assert call.notes == ("Called with x float32 [2, 5, 12], freqs_cis float32 [5, 12], returned with the module.",)
+    assert torch.equal(call.kwargs["angles"], torch.ones(5, 12))
+    assert call.notes == ("Called with x float32 [2, 5, 12], angles float32 [5, 12], returned with the module.",)
     target, call = loaded("in_dictionary")
     assert call.drawn == ("batch.x",)
     target.module(**call.kwargs)
@@ -156,7 +166,7 @@ def test_two_that_return_their_arguments_get_the_same() -> None:
     (target, call), (second, second_call) = loaded("scaled"), loaded("scaled", {"width": "13"})
     same = with_the_same(second_call, second.module, call, target.module)
     assert not torch.equal(second_call.kwargs["x"], call.kwargs["x"])
-    assert all(torch.equal(same.kwargs[name], call.kwargs[name]) for name in ("x", "freqs_cis"))
+    assert all(torch.equal(same.kwargs[name], call.kwargs[name]) for name in ("x", "angles"))
     (target, call), (second, second_call) = loaded("in_dictionary"), loaded("in_dictionary")
     same = with_the_same(second_call, second.module, call, target.module)
     assert torch.equal(same.kwargs["batch"]["x"], call.kwargs["batch"]["x"])

@@ -105,13 +105,13 @@ def test_probing_leaves_the_module_and_the_generators_as_they_were():
 
 
 def test_an_argument_that_is_needed_is_named_with_its_flag():
-    with pytest.raises(InputError, match=r"Needy.forward needs freqs_cis.*--input-shape freqs_cis=.*--input FILE"):
+    with pytest.raises(InputError, match=r"Needy.forward needs angles.*--input-shape angles=.*--input FILE"):
         call(target("Needy"))
     with pytest.raises(InputError, match=r"Stepping.forward needs start_pos.*--set start_pos=VALUE"):
         call(target("Stepping"))
-    given = call(target("Needy"), ("freqs_cis=5x8",))
-    assert shapes_of(given) == {"x": (3, 5, 8), "freqs_cis": (5, 8)}
-    assert (given.drawn, given.guessed) == (("x", "freqs_cis"), {"x": "3x5x8:float32"})
+    given = call(target("Needy"), ("angles=5x8",))
+    assert shapes_of(given) == {"x": (3, 5, 8), "angles": (5, 8)}
+    assert (given.drawn, given.guessed) == (("x", "angles"), {"x": "3x5x8:float32"})
 
 
 def test_shapes_that_were_said():

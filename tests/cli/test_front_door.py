@@ -162,7 +162,6 @@ def test_a_checkpoint_alone_is_its_parameters(invoke: Program) -> None:
         ("syntax.py", "syntax.py cannot be imported: SyntaxError"),
         ("needs_library.py", "needs_library.py cannot be imported: ModuleNotFoundError"),
         ("check raising.py", "raising.py cannot be imported: ValueError: on import"),
-        ("config.py", "A class may be the value: --set config=Sizes"),
         ("trace splitheads", "Did you mean split-heads?"),
     ],
 )

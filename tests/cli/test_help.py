@@ -38,7 +38,11 @@ def test_every_option_of_the_short_page_is_one_of_the_command(invoke, command):
             assert re.search(rf"(?<!\S){flag}(?=[,\s]|$)", whole, re.MULTILINE), flag
 
 
-def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path):
+def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    for file in ("model.py", "attention.py", "path/to/file.py"):
+        (tmp_path / file).write_text("", encoding="utf-8")
     lines = invoke(command, "--help-all").out.partition("Examples:\n")[2].splitlines()
     assert len(lines) == 2
     for line in lines:

@@ -127,11 +127,11 @@ def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     from torch import nn
 
     from mha_inspect.errors import DoesNotFitError
-    from mha_inspect.making import arguments
+    from mha_inspect.making import bounded
 
-    monkeypatch.setattr(arguments, "_MOST_PARAMETERS", 10)
-    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), arguments.of_bounded_number("x"):
-        nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
+    monkeypatch.setattr(bounded, "_MOST_PARAMETERS", 10)
+    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"):
+        bounded.built(lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))), "x", "")
     nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
 
 

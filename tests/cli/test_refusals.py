@@ -25,8 +25,8 @@ class Plain:
     pass
 
 class Needy(nn.Module):
-    def forward(self, x, *, freqs_cis):
-        return x * freqs_cis.view_as(x)
+    def forward(self, x, *, angles):
+        return x * angles.view_as(x)
 """,
     "config/config.json": "[1]",
     "text.pt": "not a tensor",
@@ -160,7 +160,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace broken.py:A", "No module named 'absent_library'", "broken.py:1"),
     ("trace typo.py:A", "SyntaxError", "typo.py:1"),
     ("params mine.py:number", "int", "not a torch.nn.Module"),
-    ("trace mine.py:Needy", "needs freqs_cis", "--input-shape freqs_cis="),
+    ("trace mine.py:Needy", "needs angles", "--input-shape angles="),
 ]
 if find_spec("transformers"):
     LINES += [

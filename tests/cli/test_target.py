@@ -122,7 +122,7 @@ def test_params_says_with_which_head_count_a_forward_raises(invoke):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("Needy", "Needy.forward needs freqs_cis, which cannot be guessed. Give --input-shape freqs_cis="),
+        ("Needy", "Needy.forward needs angles, which cannot be guessed. Give --input-shape angles="),
         ("Failing", "Failing failed on x float32 [3, 5, 14]"),
     ],
 )
@@ -180,7 +180,7 @@ def test_constructors_that_cannot_be_called_so(invoke, line, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("STYLES:Needy", ["needs freqs_cis", "--input-shape freqs_cis=", "--input FILE"]),
+        ("STYLES:Needy", ["needs angles", "--input-shape angles=", "--input FILE"]),
         ("STYLES:Stepping", ["needs start_pos", "--set start_pos=VALUE"]),
         ("STYLES:Matrices --input-shape y=3x3", ["names y", "data"]),
         ("STYLES:Matrices --input-shape data=3z3", ["NAME=SIZExSIZE:DTYPE"]),

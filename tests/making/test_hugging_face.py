@@ -14,9 +14,8 @@ import torch
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import ExitCode, InputError, SpecError, UnsafeFileError
-from mha_inspect.files import memory
 from mha_inspect.layers.spec import InputSpec
-from mha_inspect.making import hugging_face
+from mha_inspect.making import bounded, hugging_face
 from mha_inspect.making.hugging_face import NetworkNeededError
 from mha_inspect.making.target import Target, TargetSpec, load_target
 from mha_inspect.making.vocabulary import Flags
@@ -188,10 +187,10 @@ def test_parts_of_a_configuration():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_what_does_not_fit_is_refused_and_meta_is_not(invoke, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 100 << 20)
+    monkeypatch.setattr(bounded, "free_memory", lambda: 100 << 20)
     code, out, err = invoke("trace", "hf:llama")
     assert (code, out, err.count("\n")) == (3, "", 1)
-    assert "hf:llama needs more memory than is free. Make it smaller, e.g. --set num_hidden_layers=2" in err
+    assert "hf:llama has parameters of 24.6 GiB, and 100 MiB of memory are free. Make it smaller, e.g. --set" in err
     module = load("hf:llama", device="meta").module
     assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
 

@@ -83,11 +83,11 @@ def test_configs_are_built_too(name, settings, width, heads):
     assert name != "make" or len(module) == 3
 
 
-def test_a_config_whose_dataclass_the_signature_does_not_name_is_given_by_hand():
-    with pytest.raises(SpecError) as refused:
-        load("FromDict", flags=flags(embed_dim=21, num_heads=3))
-    said = "FromDict needs cfg, but mha-inspect has no option for it. Give --set cfg=VALUE, or name a function that "
-    assert str(refused.value).startswith(said + "returns the module.")
+def test_flags_and_settings_reach_a_dictionary_of_the_file_that_stays_as_it_is():
+    before = dict(styles().SETTINGS)
+    assert load("FromDict", flags=flags(num_heads=2)).module.inner.heads == 2
+    assert load("FromDict", {"cfg.n_head": "10"}).module.inner.heads == 10
+    assert before == styles().SETTINGS
     assert load("FromDict", {"cfg": "SETTINGS"}).module.inner.heads == styles().SETTINGS["n_head"]
 
 

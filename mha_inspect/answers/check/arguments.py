@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...call.guess import batch_axis_in_words, said_batch_first
+from ...call.layout import batch_axis_in_words, said_batch_first
 from ...errors import InputError
 from ...naming.named_run import NamedRun
 from ...record.arguments import with_copies

@@ -289,10 +289,10 @@ def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _with_way(finding: Finding) -> Finding:
-    """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it."""
+    """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it, if one does."""
     if finding.sure or finding.confirm:
         return finding
-    return replace(finding, confirm=_CHECKS[finding.check].confirm or f"--skip {finding.check}")
+    return replace(finding, confirm=_CHECKS[finding.check].confirm)
 
 
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:
@@ -364,7 +364,7 @@ def _no_attention(evidence: Evidence) -> str:
         f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
         f"The forward computes {plural(len(products), 'product')}{_lines_of(products)} "
         f"and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
-        "Run `mha-inspect trace` to see what it computes."
+        "Run `mha-inspect trace --ops` to see what it computes."
     )
 
 

@@ -79,7 +79,6 @@ def _finding(evidence: Evidence, name: str) -> Finding:
         f"{proof}." if _is_read(evidence, name) else f"{proof}: no operation reads it.",
         sure=False,
         fix=f"Pass {name} on to the attention, and apply it to the scores before the softmax.",
-        confirm="--skip padding",
     )
 
 

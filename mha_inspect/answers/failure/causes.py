@@ -8,12 +8,14 @@ is reported, with the fixes with which the failing call runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
+from ... import text
 from ...reports.trace import Cause
 from . import arguments, dtypes, masks, products, sequences, tables, views, widths
 from .edits import mismatch_with_edit
-from .facts import Facts
+from .facts import Facts, Operand
 from .large_numbers import number_too_large
 from .norms import norm_of_whole
 from .position_tables import transposed_table
@@ -22,6 +24,7 @@ from .suspect import Suspect
 from .tried import fix_that_runs
 
 CAUSES = (
+    "guessed_input",
     "argument_is_none",
     "index_out_of_range",
     "wrong_rank",
@@ -121,19 +124,42 @@ _OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not
 """Causes that a width of the inputs may have."""
 
 
-def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
+@dataclass(frozen=True)
+class Guesses:
+    """What was guessed of the inputs of a forward."""
+
+    names: Collection[str] = ()
+    """Inputs whose shape was guessed."""
+    width: int = 0
+    """The width of them that was drawn because nothing in the module shows it; 0 if none was."""
+
+
+NO_GUESSES = Guesses()
+
+
+def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
     """Return the first cause that the facts show, with the fixes that run; None if there is none.
 
-    A width that was drawn because nothing in the module shows it is not the user's mistake: the fix is to give it.
+    A shape that was guessed is not the user's mistake: the fix is to give it.
     """
     suspect = _first_suspect(facts)
-    if suspect is None:
-        return None
-    drawn = _input_of_drawn_width(facts, drawn_width)
-    if drawn and suspect.name in _OF_WIDTHS and any(o.shape[-1:] == (drawn_width,) for o in facts.operands):
-        what = f"The width {drawn_width} was chosen by mha-inspect: nothing in the module shows it."
+    drawn = _input_of_drawn_width(facts, guesses.width)
+    is_of_width = suspect is not None and suspect.name in _OF_WIDTHS
+    if drawn and is_of_width and any(o.shape[-1:] == (guesses.width,) for o in facts.operands):
+        assert suspect is not None
+        what = f"The width {guesses.width} was chosen by mha-inspect: nothing in the module shows it."
         way = f"Give the width: --input-shape {drawn}=2x10x512 with its own sizes."
         return Cause(suspect.name, f"{suspect.explanation} {what}", way)
+    guessed = _guessed_operand(facts, suspect, guesses.names)
+    if guessed is not None:
+        name, operand = guessed
+        dtype = operand.dtype.removeprefix("torch.")
+        said = f"{name} was guessed to be {dtype} {text.shape(operand.shape)}, and this line takes another."
+        if suspect is not None:
+            said += f" With such an input: {suspect.explanation}"
+        return Cause("guessed_input", said, f"Give its shape: --input-shape {name}=SIZES:{dtype}.")
+    if suspect is None:
+        return None
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
 
 
@@ -143,6 +169,34 @@ def _first_suspect(facts: Facts) -> Suspect | None:
         if suspect is not None:
             return suspect
     return None
+
+
+def _guessed_operand(facts: Facts, suspect: Suspect | None, guessed: Collection[str]) -> tuple[str, Operand] | None:
+    """Return the guessed input that the failing line reads as it came in, and the operand that it is.
+
+    None if there is none, or several: two inputs that were guessed alike clash by what the module does. None also if
+    what must change is another operand.
+    """
+    inputs = {named.tensor.id: named.name for named in facts.reached.graph.recording.inputs if named.name in guessed}
+    found: list[tuple[str, Operand]] = []
+    for operand in facts.operands:
+        name = _input_behind(facts, operand, inputs)
+        if name:
+            found.append((name, operand))
+    if len(found) != 1:
+        return None
+    edited = [operand for fix in (suspect.fixes if suspect else ()) for operand, _ in fix.edits]
+    if any(operand is not found[0][1] for operand in edited):
+        return None
+    return found[0]
+
+
+def _input_behind(facts: Facts, operand: Operand, inputs: Mapping[int, str]) -> str:
+    """Return the name of the input that an operand is, or is a view of; empty if it is computed."""
+    for step, _ in facts.reached.steps_back(operand.given.tensor):
+        if step.id in inputs:
+            return inputs[step.id]
+    return ""
 
 
 def _input_of_drawn_width(facts: Facts, drawn_width: int) -> str:

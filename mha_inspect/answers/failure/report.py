@@ -16,7 +16,7 @@ from ...running.subject import Run, State, Subject, run_and_record
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import CallWatch, call_of_layer, dispatched, method_of, site_of
-from .causes import find_cause
+from .causes import NO_GUESSES, Guesses, find_cause
 from .facts import Facts, clash, facts_of
 
 _NO_RERUN = "Some arguments of the call are unknown: finding them needs another run of your code."
@@ -41,8 +41,8 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
             return error
         alone = not needs_ranks(subject.module, failed.recording)
         watched = _watched(subject, error, before) if alone else None
-        width = subject.drawn_width
-        failure, completed = watched or describe_failure(error, failed.recording, recorder, drawn_width=width)
+        guesses = Guesses(subject.guessed, subject.drawn_width)
+        failure, completed = watched or describe_failure(error, failed.recording, recorder, guesses=guesses)
         ops = failed.recording.ops  # under a function mode torch skips its fast path, so the first recording is kept
         failure = replace(failure, op=_operation(error), last_ops=_last_of(ops), num_ops=len(ops))
     finally:
@@ -71,9 +71,8 @@ def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure
         return None
     assert attempt.error is not None
     try:
-        return describe_failure(
-            attempt.error, attempt.recording, attempt.recorder, watch=watch, drawn_width=subject.drawn_width
-        )
+        guesses = Guesses(subject.guessed, subject.drawn_width)
+        return describe_failure(attempt.error, attempt.recording, attempt.recorder, watch=watch, guesses=guesses)
     finally:
         del attempt, error  # they reference tensors, and the error's traceback leads to this frame
 
@@ -85,11 +84,9 @@ def describe_failure(
     *,
     watch: CallWatch | None = None,
     in_block: bool = False,
-    drawn_width: int = 0,
+    guesses: Guesses = NO_GUESSES,
 ) -> tuple[Failure, int]:
     """Return the failure of a recorded run, and the number of attentions completed before it.
-
-    `drawn_width` is the width of inputs that was drawn because nothing in the module shows it.
 
     Without a `watch` on the run, the call is found from the frames of the traceback.
     """
@@ -110,7 +107,7 @@ def describe_failure(
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
             clash=site.compared if call is None else clash(facts),
-            cause=find_cause(facts, drawn_width),
+            cause=find_cause(facts, guesses),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),
             num_ops=len(recording.ops),

@@ -280,7 +280,7 @@ class Over(nn.Module):
 @pytest.mark.parametrize(
     ("line", "code", "sure", "advises"),
     [
-        ("", 1, [True], True),
+        ("", 0, [], False),
         ("--batch-first", 1, [True], False),
         ("--input FILE", 0, [False], False),
         ("--seq-first", 0, [], False),

@@ -1,0 +1,74 @@
+"""An input whose name says too little is tried in other forms; a guess that fails is never the module's fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mha_inspect.__main__ import run
+
+_HEAD = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width=24, heads=3):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def attend(self, x):
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+"""
+
+_FORMS = {
+    "vectors": "def forward(self, tokens):\n        b, n, d = tokens.shape\n        return self.attend(tokens)",
+    "channels last": "def forward(self, image):\n        b, h, w, d = image.shape\n"
+    "        return self.attend(image.reshape(b, -1, d))",
+    "channels first": "def forward(self, x):\n        b, d, n = x.shape\n        assert d == 24\n"
+    "        return self.attend(x.mT)",
+    "unbatched": "def forward(self, tokens):\n        n, d = tokens.shape\n        return self.attend(tokens[None])",
+    "heads": "def forward(self, queries, keys, values):\n        b, h, n, d = queries.shape\n"
+    "        return (queries @ keys.mT / d**0.5).softmax(-1) @ values",
+    "rotations": "def forward(self, x, freqs_cis):\n"
+    "        pairs = torch.view_as_complex(x.unflatten(-1, (3, -1, 2)))\n"
+    "        return self.attend(torch.view_as_real(pairs * freqs_cis[:, None]).flatten(2))",
+}
+"""What an argument is to a forward whose name for it says something else, or nothing."""
+
+
+def traced(tmp_path: Path, forward: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the exit code and the page of an attention with this forward."""
+    file = tmp_path / "attention.py"
+    file.write_text(f"{_HEAD}\n    {forward}\n", encoding="utf-8")
+    code = run(["trace", str(file)])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_an_input_is_given_in_the_form_that_the_forward_takes(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, page = traced(tmp_path, _FORMS[form], capsys)
+    assert code == 0
+    assert "\nattention: " in page
+
+
+def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def forward(self, queries):\n        b, h, w, t, d = queries.shape\n        return queries"
+    line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+    assert "queries was guessed to be float32 [1, 12, 24]" in line
+    assert "--input-shape queries=SIZES:float32" in line
+
+
+@pytest.mark.parametrize("product", ["queries @ keys", "queries.mT @ keys"])
+def test_inputs_of_one_form_clash_by_what_the_module_does(
+    product: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = f"def forward(self, queries, keys, values):\n        return ({product}).softmax(-1) @ values"
+    line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+    assert "nothing wrong" not in line
+    assert "guessed" not in line
