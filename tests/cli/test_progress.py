@@ -57,20 +57,6 @@ def test_nobody_else_is_told(monkeypatch, at_once, why):
     assert stream.getvalue() == ""
 
 
-def test_ctrl_c_shows_the_cursor_again(monkeypatch, at_once):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-
-    @screen.progress("tracing")
-    def interrupted():
-        wait_for(terminal, "tracing")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [

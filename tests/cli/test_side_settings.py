@@ -25,9 +25,6 @@ def test_every_field_of_the_specs_can_be_set():
     ("text", "expected"),
     [
         ("need-weights=false", {"need_weights": False}),
-        ("NEED_WEIGHTS = No", {"need_weights": False}),
-        ("dropout=0.25", {"dropout": 0.25}),
-        ("padding=3,0", {"padding": "3,0"}),
         ("padding=none", {"padding": ""}),
         ("kdim=none", {"kdim": None}),
         ("attn_mask=a=b.pt", {"attn_mask": Path("a=b.pt")}),
@@ -44,10 +41,7 @@ def test_a_setting_is_typed(text, expected):
     ("texts", "said"),
     [
         (["dtype"], "--left-set dtype has no value"),
-        (["=3"], "is not a setting. Settings: "),
-        (["embed_dim=wide"], "embed_dim=wide is invalid: "),
         (["embed_dim=" + "9" * 5000], "a whole number"),
-        (["dtype=fp16"], "float32, float64, bfloat16, float16"),
         (["bias=true", "bias=false"], "gives bias twice"),
         (["\x1b[2J=1"], "\\x1b"),
     ],
