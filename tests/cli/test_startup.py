@@ -97,10 +97,17 @@ def test_symbolic_shapes_which_take_a_second_are_not_imported(fork, line):
     assert not modules & {"sympy", "torch._dynamo"}
 
 
-def test_without_a_picture_nothing_of_it_is_imported(environment):
+def test_nothing_is_imported_of_what_was_not_asked_for(environment):
     modules = imported("trace", "--embed-dim", "8", "--num-heads", "2", env=environment())
     assert "torch" in modules
-    assert not {name for name in modules if name.startswith(("mha_inspect.pictures", "matplotlib"))}
+    unasked = (
+        "mha_inspect.pictures",
+        "matplotlib",
+        "transformers",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+    )
+    assert not {name for name in modules if name.startswith(unasked)}
 
 
 @pytest.mark.parametrize(

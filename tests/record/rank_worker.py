@@ -1,4 +1,4 @@
-"""Run the ranks of `test_ranks`: `python rank_worker.py FOLDER`. The answers are `FOLDER/WORLD/RANK.json`."""
+"""Run the ranks of `test_ranks`: `python rank_worker.py FOLDER`. The answers are `FOLDER/RANK.json`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import multiprocessing
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,10 @@ class Attention(nn.Module):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-class Model(nn.Module):
+class Model(nn.Sequential):
     def __init__(self, fused: bool = False) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = Attention(fused), nn.LayerNorm(WIDTH), Attention(fused)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x)))
+        parts = {"first": Attention(fused), "norm": nn.LayerNorm(WIDTH), "second": Attention(fused)}
+        super().__init__(OrderedDict(parts))
 
 
 class ByHand(Attention):
@@ -104,16 +101,15 @@ def tensor_parallel(fused: bool) -> nn.Module:
     return model
 
 
-class InParts(nn.Module):
+class InParts(nn.Sequential):
     """Attention whose output projection is outside the module that computes the scores, as in BERT."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.dense = Attention(fused=False), nn.Linear(WIDTH, WIDTH)
+        super().__init__(OrderedDict({"heads": Attention(fused=False), "dense": nn.Linear(WIDTH, WIDTH)}))
         self.heads.o = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.heads(x)).sin()
+        return super().forward(x).sin()
 
 
 def output_in_parts(x: torch.Tensor, *, is_cut: bool) -> list[Any]:
@@ -132,15 +128,6 @@ def fsdp() -> nn.Module:
     for attention in (model.first, model.second):
         fully_shard(attention)
     return fully_shard(model)
-
-
-def both() -> nn.Module:
-    model = seeded(Model)
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    for attention in (model.first, model.second):
-        parallelize_module(attention, mesh["tp"], PLAN)
-        fully_shard(attention, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
 
 
 class HeadsForPositions(Attention):
@@ -172,15 +159,11 @@ def other_ways(rank: int, world: int) -> dict[str, Any]:
     x = seeded(lambda: nn.Embedding(2 * 8, WIDTH)).weight.detach().view(2, 8, WIDTH)
     mine, cut = x.chunk(world, 1)[rank], RowwiseParallel(output_layouts=Shard(1))
     gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in "qkv"}
-    whole_contexts = ColwiseParallel(input_layouts=Shard(2), output_layouts=Replicate())
     runs: dict[str, tuple[nn.Module, torch.Tensor]] = {
         "unsharded": (attention(), x),
-        "unsharded, uneven": (attention(), x[:, :7]),
         "flat parameters": (FullyShardedDataParallel(attention(), device_id=torch.device("cpu")), x),
         "heads for positions": (seeded(lambda: HeadsForPositions(fused=False)), mine),
         "gathered for each side": (planned({**gathers, "o": cut}), mine),
-        "gathered contexts": (planned({**PLAN, "o": whole_contexts}), x),
-        "uneven": (planned({**PLAN, "o": cut}), x[:, :7]),
     }
     answers = {}
     for name, (module, given) in runs.items():
@@ -190,52 +173,6 @@ def other_ways(rank: int, world: int) -> dict[str, Any]:
         between = [[exchange.name, exchange.stage] for exchange in trace.collectives or ()]
         answers[name] = {"kind": trace.attentions[0].kind, "stages": stages, "between ranks": between}
     return answers
-
-
-def gpt2() -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(vocab_size=32, n_embd=WIDTH, n_layer=2, n_head=HEADS)
-    return transformers.GPT2Model(config)
-
-
-def spread(model: nn.Module) -> nn.Module:
-    """Shard the layers of a model by FSDP2, the innermost first."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    for layers in reversed(lists):
-        for layer in layers:
-            fully_shard(layer)
-    return fully_shard(model)
-
-
-def unlike_stages(expected: mha_inspect.AttentionReport, got: mha_inspect.AttentionReport) -> list[str]:
-    names = [stage.name for stage in got.stages]
-    if names != [stage.name for stage in expected.stages]:
-        return names
-    unlike = []
-    for left, right in zip(expected.stages, got.stages, strict=True):
-        says_the_same = (left.axes, left.formula) == (right.axes, right.formula)
-        if not says_the_same or not torch.equal(left.tensor, right.tensor):
-            unlike.append(left.name)
-    return unlike
-
-
-def model_under_fsdp() -> dict[str, Any]:
-    """Return what differs where the layers of GPT-2 are sharded by FSDP2: stages, and words of parameters."""
-    whole, sharded = seeded(gpt2).eval(), spread(seeded(gpt2).eval())
-    given = {"input_ids": torch.arange(12).view(2, 6)}
-    expected = mha_inspect.trace(whole, keep=True, **given).attentions
-    got = mha_inspect.trace(sharded, keep=True, **given).attentions
-    roles = {row.name: row.role for row in mha_inspect.params(sharded, **given).parameters}
-    unlike_parameters = []
-    for row in mha_inspect.params(whole, **given).parameters:
-        if not roles[row.name].startswith(row.role):
-            unlike_parameters.append(row.name)
-    return {
-        "attentions": len(got),
-        "unlike stages": [unlike_stages(*pair) for pair in zip(expected, got, strict=True)],
-        "unlike parameters": unlike_parameters,
-    }
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,9 +273,6 @@ def with_nan(x: torch.Tensor) -> list[str]:
     return list(mha_inspect.trace(model, x).notes)
 
 
-OF_FOUR: dict[str, Callable[[], nn.Module]] = {"fsdp and tensor parallel": both}
-
-
 def of_two(rank: int) -> dict[str, Callable[[], nn.Module]]:
     return {
         "tensor parallel": lambda: tensor_parallel(fused=False),
@@ -362,7 +296,6 @@ def more_of_two(x: torch.Tensor, rank: int) -> dict[str, Any]:
         "unsharded in parts": expected_in_parts,
         "unsharded by hand": {stage.name: stage.tensor.tolist() for stage in by_hand.stages},
         "other ways": other_ways(rank, 2),
-        "model": model_under_fsdp() if find_spec("transformers") else {},
     }
 
 
@@ -372,12 +305,9 @@ def answer(folder: Path, rank: int, world: int) -> None:
     try:
         x = seeded(lambda: nn.Embedding(2 * 5, WIDTH)).weight.detach().view(2, 5, WIDTH)
         unsharded = mha_inspect.trace(seeded(Model), x, keep=True).attentions[0]
-        of_rank: dict[str, Any] = {
-            name: answers(make, x) for name, make in (of_two(rank) if world == 2 else OF_FOUR).items()
-        }
+        of_rank: dict[str, Any] = {name: answers(make, x) for name, make in of_two(rank).items()}
         of_rank["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}
-        if world == 2:
-            of_rank |= more_of_two(x, rank)
+        of_rank |= more_of_two(x, rank)
         (folder / f"{rank}.json").write_text(json.dumps(of_rank))
         dist.barrier()
     finally:
@@ -393,22 +323,18 @@ def import_what_ranks_import() -> None:
         module(x)
     assert recording.trace.attentions
     mha_inspect.params(module, x)
-    if find_spec("transformers"):
-        gpt2()
 
 
 def main(folder: Path) -> None:
     import_what_ranks_import()
-    for world in (2, 4):
-        (folder / str(world)).mkdir()
-        start = multiprocessing.get_context("fork").Process
-        ranks = [start(target=answer, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            sys.exit(f"exit codes {[rank.exitcode for rank in ranks]}")
+    start = multiprocessing.get_context("fork").Process
+    ranks = [start(target=answer, args=(folder, rank, 2), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        sys.exit(f"exit codes {[rank.exitcode for rank in ranks]}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -62,24 +60,12 @@ class Uncopied(Holding):
         raise TypeError("a lock has no copy")
 
 
-class Silent(Holding):
-    """Its train() returns nothing, so that eval() does not either: timm's LeViT is one."""
-
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        super().train(mode)
-
-
 def test_what_cannot_be_copied_is_said():
     module, x = Uncopied(), torch.randn(3, 7, 30)
     assert mha_inspect.trace(module, x).attentions
     assert mha_inspect.diff(module, module, x, same_weights=False).outcome == "same"
     with pytest.raises(InputError, match=r"Uncopied cannot be copied.*a lock has no copy.*same_weights=False"):
         mha_inspect.diff(module, module, x)
-
-
-def test_a_module_whose_eval_returns_nothing_is_measured():
-    module, x = Silent(), torch.randn(3, 7, 30)
-    assert mha_inspect.diff(module, module, x).outcome == "same"
 
 
 class Turning(Holding):
@@ -101,21 +87,3 @@ def test_a_copy_in_another_dtype_keeps_what_is_imaginary(recwarn: pytest.Warning
     assert exact.dtype == torch.float64
     torch.testing.assert_close(exact.float(), module(x))
     assert not recwarn.list
-
-
-@dataclass
-class PerLayer:
-    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
-
-    heads: int = 3
-
-    def __getattribute__(self, name: str) -> object:
-        if name == "heads":
-            raise RuntimeError("heads may vary across layers")
-        return super().__getattribute__(name)
-
-
-def test_a_field_that_raises_is_copied_as_it_is_stored():
-    module = Holding()
-    module.config = PerLayer()
-    assert vars(copy_module(module).config) == {"heads": 3}

@@ -194,18 +194,6 @@ def test_an_address_that_is_used_again_is_another_tensor(mode: Callable[[], Any]
     assert len({tensor.id for tensor in outside}) == 3
 
 
-def test_a_sparse_tensor_whose_id_is_used_again_is_another_tensor() -> None:
-    def forward(x: torch.Tensor) -> None:
-        for number in (2.0, 3.0, 5.0):
-            y = x * number
-            y.sum()
-            del y
-
-    recording, _ = record(forward, torch.eye(3).to_sparse())
-    read = [op.inputs[0] for op in ops_named(recording, "sum")]
-    assert [recording.producer(tensor) for tensor in read] == ops_named(recording, "mul")
-
-
 def test_kept_tensors_are_plain_numbers_without_gradients() -> None:
     layer, x = nn.Linear(EMBED, 7), drawn(BATCH, EMBED).requires_grad_()
     recording, _ = record(layer, x, keep=True)
@@ -291,13 +279,3 @@ def test_source_module_and_call_of_each_operation(user: ModuleType) -> None:
     assert [[op.base_name for op in ops] for ops in products] == [names, names]
     (transposed,) = ops_named(recording, "transpose")
     assert transposed.call not in {ops[0].call for ops in products}
-
-
-def test_inference_mode_shows_the_operations_of_a_run_without_gradients(user: ModuleType) -> None:
-    layer, x = user.Layer(), drawn(BATCH, QUERY, EMBED)
-
-    def shown(mode: Callable[[], Any]) -> list[Any]:
-        with mode():
-            return [(op.name, op.source, op.module, op.call) for op in record(layer, x)[0].ops]
-
-    assert shown(torch.inference_mode) == shown(torch.no_grad)
