@@ -37,12 +37,7 @@ class Rank:
     err: str
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Both ranks of each command, from processes that have ended."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("ranks")
+def launch(folder: Path) -> None:
     (folder / "commands.json").write_text(json.dumps(COMMANDS).replace("FOLDER", str(folder)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(
@@ -53,6 +48,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def ran(once: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, Any]:
+    """Both ranks of each command, from processes that have ended."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    folder = once("ranks_of_commands", launch)
     codes = json.loads((folder / "codes.json").read_text())
 
     def said(name: str, rank: int, ending: str) -> str:

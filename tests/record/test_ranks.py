@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,7 @@ FEATURES = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "concat": 2}
 Answers = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Answers]:
-    """The answers of 2 ranks, from processes that have ended."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("ranks")
+def launch(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, str(WORKER), str(folder)],
@@ -46,6 +42,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Answers]:
             with suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)
     assert started.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def two_ranks(once: Callable[[str, Callable[[Path], None]], Path]) -> list[Answers]:
+    """The answers of 2 ranks, from processes that have ended."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    folder = once("ranks_of_records", launch)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
