@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mha_inspect
 
-from .test_styles import PAST, SPLITS, Composed, Planted, Style, styles
+from .test_styles import PAST, SPLITS, Composed, Faulty, Style, styles
 
 FAULTS = {"values moved": "v_heads", "key left alone": "k_heads", "scaled twice": "scores"}
 MASKS = ("fill", "lowest", "add", "where")
@@ -42,14 +42,6 @@ def pairs(draw: st.DrawFn) -> tuple[Style, Style]:
         cache=one_of("joined", "in place") if style.cache else "",
         merge=style.merge if style.merge == "by head" else one_of("reshape", "einops"),
     )
-
-
-class Faulty(Planted):
-    """Moves the values by one position, rotates only the query, or scales the queries once more."""
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q * 0.25 if self.fault == "scaled twice" else q
-        return super().attended(q, k, v.roll(1, 2) if self.fault == "values moved" else v)
 
 
 def made(left_style: Style, right_style: Style, fault: str = "") -> tuple[Composed, Composed, Tensor]:
@@ -79,7 +71,7 @@ def test_one_function_in_two_styles_is_the_same_at_every_stage(try_all: Callable
         compared = {stage.verdict for stage in both if stage.verdict or stage.name not in packed}
         assert compared == {"same"}, [(stage.name, stage.verdict, stage.note) for stage in report.stages]
 
-    try_all(check, pairs(), 20)
+    try_all(check, pairs(), 10)
 
 
 def test_a_fault_is_told_by_the_first_stage_that_differs(try_all: Callable[..., None]) -> None:
@@ -91,4 +83,4 @@ def test_a_fault_is_told_by_the_first_stage_that_differs(try_all: Callable[..., 
         report = mha_inspect.diff(left, right, x, same_weights=False)
         assert (report.outcome, report.first_differing_stage) == ("differs", FAULTS[fault])
 
-    try_all(check, st.tuples(pairs(), st.sampled_from(sorted(FAULTS))), 18)
+    try_all(check, st.tuples(pairs(), st.sampled_from(sorted(FAULTS))), 9)
