@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 
-from mha_inspect.layers.catalog import find_layer
-
 from .conftest import HEAD_DIM, HEADS, KEY, QUERY
 
 
@@ -51,10 +49,3 @@ def test_wide_by_hand(bench, causal, head_dim):
     rows = [slice(h * width, (h + 1) * width) for h in range(HEADS)]
     projections = [[(weight[row], bias[row]) for weight, bias in linears] for row in rows]
     check(bench, "wide", layer, projections, lambda h, x: x, causal)
-
-
-def test_wide_has_the_whole_embedding_in_every_head_and_needs_no_count_that_divides(bench):
-    assert bench.build("wide", embed_dim=10, num_heads=2).toqueries.weight.shape == (20, 10)
-    layer = bench.build("wide", embed_dim=10, num_heads=3)
-    assert sum(p.numel() for p in layer.parameters()) == 4 * 3 * 10 * 10 + 3 * 3 * 10 + 10
-    assert find_layer("wide").spec(num_heads=3, head_dim=7).head_dim == 7
