@@ -17,10 +17,8 @@ LINES = {
     "trace everything": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5 --causal --ops --stats --values",
     "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --set kdim=11 --set vdim=13"
     " --per-head-weights",
-    "trace meta": "trace --embed-dim 22 --num-heads 2 --device meta --ops --stats --values",
     "trace training": "trace --embed-dim 22 --num-heads 2 --train --set dropout=0.5 --grad --set add_bias_kv=true"
     " --set add_zero_attn=true",
-    "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --set rope=true",
     "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
     "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11",
 }
