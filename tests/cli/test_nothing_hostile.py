@@ -152,16 +152,6 @@ def test_an_export_to_a_pipe_that_nobody_reads_is_not_waited_for(invoke, tmp_pat
     assert "could not be written: No such device or address" in err
 
 
-@posix
-def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
-    link = tmp_path / "x.json"
-    link.symlink_to(link)
-    code, out, err = invoke("layers", "--export", str(link))
-    assert (code, out) == (2, "")
-    assert "is a link to itself" in err
-    assert link.is_symlink()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits of address space")
 def test_too_little_address_space_for_torch_is_said_in_a_line(environment):
     import resource
@@ -176,10 +166,3 @@ def test_too_little_address_space_for_torch_is_said_in_a_line(environment):
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.count("\n") == 1
     assert "importing torch needs 768 MiB of address space" in done.stderr
-
-
-def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
-    from mha_inspect.cli.messages import explain
-    from mha_inspect.errors import ExitCode
-
-    assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
