@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.__main__ import run
 from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
@@ -23,7 +22,7 @@ from .models import Gpt
 
 Run = Callable[[torch.nn.Module, torch.Tensor], Any]
 
-_GPT2, _BERT, _LARGE = "gpt2-like, 12 x 256, 2 x 64", "BERT-like, 12 x 768, 4 x 128", "24 x 1024, 1 x 256"
+_GPT2, _BERT = "gpt2-like, 12 x 256, 2 x 64", "BERT-like, 12 x 768, 4 x 128"
 
 
 def _record(model: torch.nn.Module, x: torch.Tensor) -> None:
@@ -80,49 +79,6 @@ def test_equal_layers(add_row):
         detail = f"{beyond[many]:.0f} ms against {beyond[few]:.0f} ms"
         each = (beyond[many] - beyond[few]) / (many - few)
         add_row(f"trace beyond recording(), ms a layer, {few} to {many} layers", "one", each, 1.5, detail)
-
-
-_WRITTEN = """
-import torch
-from torch import nn
-
-class Written(nn.Module):
-    def __init__(self, embed_dim=64, num_heads=4):
-        super().__init__()
-        self.heads = num_heads
-        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return self.proj((weights @ v).transpose(1, 2).flatten(2))
-"""
-
-
-def test_the_forwards_of_a_diff(add_row, tmp_path, capsys):
-    """How often `diff` of a module against torch runs the module: each copy of it counts.
-
-    To see what an argument is, a forward is begun, and left at the first product that tells.
-    """
-    (tmp_path / "written.py").write_text(_WRITTEN)
-    begun: list[str] = []
-    runs: list[str] = []
-    hooks = torch.nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(lambda m, _: begun.append(type(m).__name__)),
-        hooks.register_module_forward_hook(lambda m, _, __: runs.append(type(m).__name__)),
-    ]
-    try:
-        code = run(["diff", f"{tmp_path / 'written.py'}:Written", "torch", "--embed-dim", "64", "--num-heads", "4"])
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert code == 0, capsys.readouterr().err
-    ours, theirs, left = runs.count("Written"), runs.count("MultiheadAttention"), begun.count("Written")
-    detail = (
-        f"{ours} of the module, {theirs} of torch's; {left - ours} more of the module was left at its first product"
-    )
-    add_row("diff, forwards of a module", "one", float(ours), 5.0, detail)
 
 
 _PEAK = """
