@@ -39,22 +39,6 @@ def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, kind
     assert len(err) < 500
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".json", "y/" * 3000 + "a.txt"])
-def test_an_export_whose_name_is_too_long(invoke, name):
-    code, out, err = invoke("layers", "--export", name)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert len(err) < 1000
-
-
-@pytest.mark.parametrize("target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py", "9" * 400 + ".bin"])
-def test_a_target_whose_name_is_none(invoke, target):
-    code, out, err = invoke("trace", target)
-    assert (code, out) == (2, "")
-    assert err.count("\n") <= 2
-    assert len(err) < 1000
-
-
 def test_sizes_whose_product_no_number_holds(invoke):
     code, out, err = invoke("trace", "--embed-dim", str(2**40), "--device", "meta")
     assert (code, out) == (3, "")

@@ -9,24 +9,6 @@ from torch.nn import functional
 from mha_inspect.layers.grouped_query import apply_rotary
 
 from .conftest import BATCH, KEY, QUERY
-from .declared import load_weights, read_weights
-
-HEADS, HEAD_DIM = 6, 11
-SIZES = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "case"), [(1, {}), (3, {"causal": True, "padding": (0, 3)}), (6, {"key_len": KEY})]
-)
-def test_shared_heads_are_torchs_with_repeated_weights(bench, kv_heads, case):
-    layer, reference = bench.build("grouped-query", num_kv_heads=kv_heads, **SIZES), bench.build("torch", **SIZES)
-    assert layer.k_proj.weight.shape == (kv_heads * HEAD_DIM, HEADS * HEAD_DIM)
-    load_weights(reference, read_weights(layer))
-    inputs = bench.inputs(bench.spec(**SIZES), **case)
-    output, weights = bench.run("grouped-query", layer, inputs)
-    expected, expected_weights = bench.run("torch", reference, inputs)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
 def test_rotary_turns_each_pair_as_a_complex_number():

@@ -116,21 +116,6 @@ def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
     assert (code, [row["head_dim"] for row in json.loads(out)["counts"]]) == (0, [14, 7, 2]), err
 
 
-def test_padding_of_a_model_is_one_where_it_may_look():
-    mask = call(load("hf:bert", BERT), padding=(2,)).kwargs["attention_mask"]
-    assert mask.tolist() == [[1, 1, 1, 0, 0]] * 3
-
-
-def test_flags_reach_the_configuration():
-    flags = Flags(
-        {"embed_dim": 22, "num_heads": 11}, frozenset({"embed_dim", "num_heads"}), frozenset({"embed_dim", "num_heads"})
-    )
-    config = load("hf:gpt2", {"n_layer": "1", "vocab_size": "53"}, flags=flags).module.config
-    assert (config.n_embd, config.n_head) == (22, 11)
-    with pytest.raises(SpecError, match="no setting for --num-kv-heads"):
-        load("hf:bert", BERT, flags=Flags({"num_kv_heads": 3}, *[frozenset({"num_kv_heads"})] * 2))
-
-
 def test_parts_of_a_configuration():
     target = load("hf:clip", {"num_hidden_layers": "1", "text_config.num_hidden_layers": "2"}, device="meta")
     config = target.module.config
