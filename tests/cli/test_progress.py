@@ -55,32 +55,3 @@ def test_nobody_else_is_told(monkeypatch, at_once, why):
     with screen.progress("tracing", quiet=why == "quiet") as tick:
         tick("run 3")
     assert stream.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("trace torch.nn:Identity --input-shape input=2x3", "tracing torch.nn:Identity"),
-        ("compare-heads --embed-dim 8 --heads 1,2 --steps 3", "comparing 1 and 2 heads"),
-    ],
-)
-def test_what_each_command_says_that_it_does(invoke, monkeypatch, line, words):
-    from contextlib import contextmanager
-
-    from mha_inspect.cli import subject
-
-    said = []
-
-    @contextmanager
-    def progress(words, *, quiet):
-        said.append((words, quiet))
-        yield ticks.append
-
-    ticks = []
-    monkeypatch.setattr(subject, "progress", progress)
-    assert invoke(*line.split(), "-q").code == 0
-    assert said == [(words, True)]
-    if "--steps" in line:
-        steps = [f"step {number} of 3{dtype}" for dtype in ("", " in float64") for number in (1, 2, 3)]
-        assert ticks == [f"1 head, {step}" for step in steps] + [f"2 heads, {step}" for step in steps]
-    assert bool(ticks) == line.startswith(("check", "compare-heads"))

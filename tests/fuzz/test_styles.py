@@ -447,8 +447,7 @@ class Faulty(Composed):
         if self.fault == "shared in turns":  # query head h uses key head h % heads
             shared = HEADS // self.style.kv_heads
             k, v = (heads[:, ::shared].repeat(1, shared, 1, 1) for heads in (k, v))
-        q = q * 0.25 if self.fault == "scaled twice" else q
-        return super().attended(q, k, v.roll(1, 2) if self.fault == "values moved" else v)
+        return super().attended(q, k, v)
 
     def visible(self, place: Tensor) -> Tensor:
         if self.fault not in FAULTS["causal"] + FAULTS["padding"]:
