@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,32 @@ def warm(entry_point: list[str]) -> Iterator[Warm]:
         pytest.skip("a process that has imported torch may be forked on Linux")
     with contextlib.closing(Warm(entry_point, _environment())) as program:
         yield program
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Fill a folder in one of the processes that run tests, and return it in each: `once("ranks", launch)`."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def filled(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            for _ in range(3000):
+                if done.exists():
+                    break
+                time.sleep(0.1)
+            return folder
+        try:
+            fill(folder)
+        finally:
+            done.touch()
+        return folder
+
+    return filled
 
 
 @pytest.fixture

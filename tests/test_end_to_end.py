@@ -17,19 +17,11 @@ LINES = {
     "trace everything": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5 --causal --ops --stats --values",
     "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --set kdim=11 --set vdim=13"
     " --per-head-weights",
-    "trace meta": "trace --embed-dim 22 --num-heads 2 --device meta --ops --stats --values",
     "trace training": "trace --embed-dim 22 --num-heads 2 --train --set dropout=0.5 --grad --set add_bias_kv=true"
     " --set add_zero_attn=true",
-    "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --set rope=true",
     "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
     "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11",
 }
-
-
-def answer(invoke: Callable[..., Any], line: str) -> Any:
-    code, out, err = invoke(*line.split(), "--json")
-    assert (code, err) == (0, "")
-    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -79,27 +71,3 @@ def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
     assert text.splitlines()[-1].startswith("Opened stages agree with the kernel: difference ")
     text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")
     assert "; weights [1, 2, 12, 12]\n" in text  # the stage weights has the same axes
-
-
-def weights_of(data: Any) -> list[torch.Tensor]:
-    """The stage, `batch heads query key`, and what the layer returns."""
-    stage = next(stage for stage in data["attentions"][0]["stages"] if stage["name"] == "weights")
-    assert stage["axes"] in ("(batch heads) query key", "batch heads query key")
-    returned = next(returned for returned in data["returns"] if returned["name"] == "weights")
-    weights = torch.tensor(stage["values"]["data"], dtype=torch.float64)
-    weights = weights.flatten(0, 1) if weights.dim() == 4 else weights
-    return [weights, torch.tensor(returned["values"]["data"], dtype=torch.float64)]
-
-
-def test_masked_weights_are_exactly_zero(invoke: Callable[..., Any]) -> None:
-    size = "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 7 --values"
-    for weights in weights_of(answer(invoke, f"{size} --causal")):
-        assert bool((weights.triu(1) == 0).all())
-        assert bool((weights.tril() > 0).sum() == len(weights) * 28)
-        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=1e-6, atol=1e-6)
-    for weights in weights_of(answer(invoke, f"{size} --padding 3")):
-        assert bool((weights[..., -3:] == 0).all())
-        assert bool((weights[..., :-3] > 0).all())
-    stage, returned = weights_of(answer(invoke, f"{size} --padding 0,1,6"))
-    for weights in (stage.unflatten(0, (3, 2)).mean(1), returned):
-        assert [int((row == 0).all(0).sum()) for row in weights] == [0, 1, 6]

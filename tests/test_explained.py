@@ -13,7 +13,7 @@ import pytest
 
 import mha_inspect
 from mha_inspect import reports
-from mha_inspect.explained import Explained, field_docs
+from mha_inspect.explained import field_docs
 
 MODULES = [f"mha_inspect.reports.{found.name}" for found in iter_modules(reports.__path__)]
 MODULES += ["mha_inspect.layers.spec", "mha_inspect.answers.check.intent", "mha_inspect.notebook"]
@@ -57,14 +57,6 @@ def test_help_begins_with_what_the_class_is_and_a_base_explains_what_it_defines(
     assert "_tensor" not in str(LiveStage.__doc__)
     assert field_docs(HeadCount)["noise_floor"] == field_docs(Difference)["noise_floor"]
     assert mha_inspect.Intent().__doc__ == mha_inspect.Intent.__doc__
-
-
-def test_a_class_without_a_source_has_its_docstring() -> None:
-    cls = type("Made", (), {"__doc__": Explained("A class."), "__module__": "mha_inspect.nowhere"})
-    with pytest.raises(TypeError, match="dataclass"):
-        field_docs(cls)
-    made = type("Made", (mha_inspect.Intent,), {"__doc__": Explained("A class."), "__module__": "mha_inspect.reports"})
-    assert str(made.__doc__).startswith("A class.\n\nFields:\n    causal: True: every position")
 
 
 def test_an_import_reads_no_source() -> None:

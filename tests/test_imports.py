@@ -10,8 +10,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import mha_inspect
 
 ROOT = Path(mha_inspect.__file__).parent
@@ -88,15 +86,6 @@ def inside(module: str, *places: str) -> bool:
     return any(module == place or module.startswith(place + ".") for place in places)
 
 
-def test_the_sources_are_read_right() -> None:
-    assert {"record.ops"} <= own("record.recorder")
-    assert own("layers.catalog") == {"errors", "text", "layers.spec"}
-    assert "torch" in imports("record.recorder", at_import=True)
-    assert "layers.spec" not in own("layers.catalog", at_import=True)
-    assert "torch" in imports("files.tensors")
-    assert "torch" not in imports("files.tensors", at_import=True)
-
-
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Neither when it is imported, nor in a function, nor for a type checker."""
     order = list(TopologicalSorter({module: own(module, typed=True) for module in FILES}).static_order())
@@ -130,8 +119,6 @@ BELOW = {
     ),
 }
 """What each package imports of the others, from below to above: a name stands behind all that it imports."""
-FEWER = {"record.ops": ("record.catalog",), "naming.pattern": (), "layers.spec": ("errors", "explained")}
-"""Modules that import even less."""
 
 
 def test_packages_import_those_that_are_below_and_so_form_no_circle() -> None:
@@ -144,11 +131,6 @@ def test_packages_import_those_that_are_below_and_so_form_no_circle() -> None:
             assert used <= {name for name in used if inside(name, *BELOW[package])}, module
     for package, below in BELOW.items():
         assert {names.index(name) for name in below} <= set(range(names.index(package))), package
-
-
-@pytest.mark.parametrize("module", FEWER)
-def test_what_is_read_before_all_else_imports_next_to_nothing(module: str) -> None:
-    assert own(module) <= set(FEWER[module])
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -170,12 +152,6 @@ def test_no_other_module_knows_torchs_modes_and_rich() -> None:
     assert modes == {"record.site", "record.recorder"}
     rich = {module for module in FILES if any(inside(name, "rich") for name in imports(module))}
     assert rich == {"render.screen", "render.terminal"}
-
-
-def test_no_file_bears_the_name_of_a_public_function() -> None:
-    public = set(mha_inspect._HOMES)
-    assert {"trace", "params", "compare_heads"} <= public
-    assert not public & {module.split(".")[0] for module in FILES}
 
 
 def test_importing_the_package_or_its_command_line_imports_no_torch() -> None:

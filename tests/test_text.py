@@ -8,36 +8,26 @@ import pytest
 
 from mha_inspect import text
 
+SIZES = {0: "0 B", 1024: "1.0 KiB", 102_348: "99.9 KiB", 1024**2 - 1: "1.0 MiB", 2**71: "2,048 EiB"}
+FLOPS = {0: "", 999: "999 FLOP", 6291456: "6.3 MFLOP", 147456: "147 kFLOP", 10**15: "1.0 PFLOP"}
+STATISTICS = {0.083333: "0.0833", -3.2109: "-3.2109", 2.7e-5: "2.700e-05", 3e9: "3.000e+09", 0.0: "0"}
+DIFFERENCES = {0.0: "0", 1.19e-7: "1.2e-07", 0.31415: "0.314", math.inf: "inf", -math.inf: "-inf"}
+MULTIPLES = {0.04: "0.0", 17.25: "17", 1302118.4: "1,300,000"}
+
 
 @pytest.mark.parametrize(
-    ("nbytes", "written"),
+    ("write", "cases"),
     [
-        (0, "0 B"),
-        (1024, "1.0 KiB"),
-        (102_348, "99.9 KiB"),
-        (102_400, "100 KiB"),
-        (1024**2 - 1, "1.0 MiB"),
-        (2**71, "2,048 EiB"),
+        (text.byte_size, SIZES),
+        (text.flops, FLOPS),
+        (text.statistic, STATISTICS),
+        (text.small, DIFFERENCES),
+        (text.times, MULTIPLES),
     ],
 )
-def test_sizes(nbytes, written):
-    assert text.byte_size(nbytes) == written
-
-
-@pytest.mark.parametrize(
-    ("flops", "written"),
-    [(0, ""), (999, "999 FLOP"), (6291456, "6.3 MFLOP"), (147456, "147 kFLOP"), (10**15, "1.0 PFLOP")],
-)
-def test_flops(flops, written):
-    assert text.flops(flops) == written
-
-
-@pytest.mark.parametrize(
-    ("number", "written"),
-    [(0.083333, "0.0833"), (-3.2109, "-3.2109"), (2.7e-5, "2.700e-05"), (3e9, "3.000e+09"), (0.0, "0")],
-)
-def test_statistics(number, written):
-    assert text.statistic(number) == written
+def test_numbers(write, cases):
+    assert {number: write(number) for number in cases} == cases
+    assert text.small(math.nan) == "NaN"
 
 
 @pytest.mark.parametrize(
@@ -113,15 +103,3 @@ def test_a_pile_of_combining_marks_is_escaped_and_four_are_not():
 )
 def test_a_scale_is_told_beside_the_root_of_head_dim(factor, head_dim, said):
     assert text.scale(factor, head_dim) == said
-
-
-@pytest.mark.parametrize(
-    ("number", "written"),
-    [(0.0, "0"), (1.19e-7, "1.2e-07"), (0.31415, "0.314"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf")],
-)
-def test_differences(number, written):
-    assert text.small(number) == written
-
-
-def test_multiples():
-    assert [text.times(n) for n in (0.04, 17.25, 1302118.4)] == ["0.0", "17", "1,300,000"]

@@ -7,52 +7,14 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A block as GPT-2 has it, its attention one fused kernel."""
+    """A block as GPT-2 has it, its attention one fused causal kernel."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `batch query embed`."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(context.transpose(1, 2).flatten(2))
-        hidden = self.up(self.after(x))
-        # GPT-2 writes its gelu out, and that is a third of its operations.
-        hidden = 0.5 * hidden * (1.0 + torch.tanh(0.7978845608 * (hidden + 0.044715 * torch.pow(hidden, 3.0))))
-        return x + self.down(hidden)
-
-
-def blocks(layers: int, width: int, heads: int, *, causal: bool = True) -> nn.Module:
-    """Return a stack of blocks, in evaluation mode."""
-    return nn.Sequential(*(Block(width, heads, causal) for _ in range(layers))).eval()
-
-
-class Gpt(nn.Module):
-    """A language model of tokens and learned positions, with torch's gelu and causal kernel."""
-
-    def __init__(self, layers: int, width: int, heads: int = 8, tokens: int = 1000, length: int = 64) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_GptBlock(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return `batch query tokens`."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
-
-
-class _GptBlock(Block):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads, causal=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `batch query embed`."""
@@ -62,10 +24,25 @@ class _GptBlock(Block):
         return x + self.down(nn.functional.gelu(self.up(self.after(x))))
 
 
+class Gpt(nn.Module):
+    """A language model of tokens and learned positions."""
+
+    def __init__(self, layers: int, width: int, heads: int = 8, tokens: int = 1000, length: int = 64) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `batch query tokens`."""
+        x = self.blocks(self.token(tokens) + self.position(torch.arange(tokens.shape[1])))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
 SIZES = {
     "gpt2-like, 12 x 256, 2 x 64": (12, 256, 4, 2, 64),
     "BERT-like, 12 x 768, 4 x 128": (12, 768, 12, 4, 128),
-    "24 x 1024, 1 x 256": (24, 1024, 16, 1, 256),
 }
 """Layers, width, heads, sequences and positions."""
 
@@ -73,4 +50,4 @@ SIZES = {
 def model_and_input(size: str) -> tuple[nn.Module, torch.Tensor]:
     """Return a model of one of `SIZES` and what goes into it."""
     layers, width, heads, batch, length = SIZES[size]
-    return blocks(layers, width, heads, causal="gpt2" in size), torch.randn(batch, length, width)
+    return nn.Sequential(*(Block(width, heads) for _ in range(layers))).eval(), torch.randn(batch, length, width)

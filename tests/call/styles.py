@@ -1,8 +1,7 @@
-"""Attention as people write it, for the tests of targets."""
+"""Attention as people write it, for the tests of targets: how it is built, what it is given, and how it takes masks."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +10,24 @@ from torch import nn
 print("styles is being imported")
 
 
-class Configured(nn.Module):
-    """Names the dataclass of its config; causal by a buffer."""
+class Attention(nn.Module):
+    """Self-attention, which others differ from in what they take."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, embed_dim: int = 12, num_heads: int = 3, bias: bool = True):
         super().__init__()
-        assert config.n_embd % config.n_head == 0
-        self.heads = config.n_head
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd)
-        self.register_buffer("mask", torch.tril(torch.ones(config.block_size, config.block_size)))
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim, bias=bias), nn.Linear(embed_dim, embed_dim)
+
+    def attended(self, x, change=lambda scores: scores):
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = change(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
 
     def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-        scores = scores.masked_fill(self.mask[:t, :t] == 0, float("-inf"))
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(b, t, c))
+        return self.attended(x)
+
+
+# -- how it is built ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -40,16 +40,27 @@ class GPTConfig:
     bias: bool = True
 
 
+class Configured(Attention):
+    """Names the dataclass of its config; causal by a buffer."""
+
+    def __init__(self, config: GPTConfig):
+        assert config.n_embd % config.n_head == 0
+        super().__init__(config.n_embd, config.n_head, config.bias)
+        self.register_buffer("mask", torch.ones(config.block_size, config.block_size).tril())
+
+    def forward(self, x):
+        seen = self.mask[: x.shape[1], : x.shape[1]]
+        return self.attended(x, lambda scores: scores.masked_fill(seen == 0, float("-inf")))
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
-        self.places = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList([Configured(config) for _ in range(config.n_layer)])
 
     def forward(self, idx, targets=None):
-        t = idx.shape[1]
-        x = self.tokens(idx) + self.places(torch.arange(t))
+        x = self.tokens(idx)
         for block in self.blocks:
             x = x + block(x)
         return x, targets
@@ -60,118 +71,31 @@ class Tutorial(nn.Module):
 
     def __init__(self, d_model, h, dropout=0.1):
         super().__init__()
-        self.h, self.d_k = h, d_model // h
+        self.h = h
         self.linears = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(4)])
 
     def forward(self, values, keys, query, mask):
-        n = query.size(0)
-        q, k, v = (
-            linear(x).view(n, -1, self.h, self.d_k).transpose(1, 2)
-            for linear, x in zip(self.linears, (query, keys, values), strict=False)
-        )
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        if mask is not None:
-            scores = scores.masked_fill(mask == 0, -1e9)
-        return self.linears[-1]((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, -1, self.h * self.d_k))
+        given = zip(self.linears, (query, keys, values), strict=False)
+        q, k, v = (linear(x).unflatten(-1, (self.h, -1)).transpose(1, 2) for linear, x in given)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
+        return self.linears[-1]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Cross(nn.Module):
     def __init__(self, query_dim: int, context_dim: int = 11, heads: int = 1):
         super().__init__()
-        self.q = nn.Linear(query_dim, 6)
-        self.kv = nn.Linear(context_dim, 12)
+        self.q, self.kv = nn.Linear(query_dim, 6), nn.Linear(context_dim, 12)
 
     def forward(self, x, context=None):
         k, v = self.kv(x if context is None else context).chunk(2, dim=-1)
         return (self.q(x) @ k.mT / 6**0.5).softmax(-1) @ v
 
 
-class Lazy(nn.Module):
-    def __init__(self, num_hiddens: int, num_heads: int):
-        super().__init__()
-        self.q, self.k, self.v = (nn.LazyLinear(num_hiddens) for _ in range(3))
-
-    def forward(self, queries, keys, values, valid_lens):
-        return (self.q(queries) @ self.k(keys).mT).softmax(-1) @ self.v(values)
-
-
-class Matrices(nn.Module):
-    """No names that tell anything: matrices of its own."""
-
-    def __init__(self, size: int = 13):
-        super().__init__()
-        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(size, 7)) for _ in range(3))
-
-    def forward(self, data):
-        return torch.softmax(data @ self.wq @ (data @ self.wk).mT, -1) @ (data @ self.wv)
-
-
-class Tokens(nn.Module):
-    """`x` that turns out to be token ids."""
-
-    def __init__(self, n_tokens: int = 29):
-        super().__init__()
-        self.table = nn.Embedding(n_tokens, 12)
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
-
-    def forward(self, x):
-        h = self.table(x)
-        return self.attention(h, h, h)[0]
-
-
-class Picture(nn.Module):
-    """`x` that turns out to be an image."""
-
-    def __init__(self, in_chans: int = 5, heads: int = 2):
-        super().__init__()
-        self.qkv = nn.Conv2d(in_chans, 18, 1)
-
-    def forward(self, x):
-        b, _, h, w = x.shape
-        q, k, v = self.qkv(x).reshape(b, 3, 6, h * w).unbind(1)
-        return v @ (q.mT @ k).softmax(-1).mT
-
-
-class Needy(nn.Module):
-    """Needs what nothing tells."""
-
-    def __init__(self, dim: int = 8):
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x, angles):
-        q = self.linear(x) * angles
-        return (q @ q.mT).softmax(-1) @ q
-
-
-class Stepping(nn.Module):
-    def __init__(self, dim: int = 8):
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x, start_pos: int):
-        q = self.linear(x) * (start_pos + 1)
-        return (q @ q.mT).softmax(-1) @ q
-
-
-class Refusing(nn.Module):
+class Refusing(Attention):
     def __init__(self, dim: int, heads: int):
-        super().__init__()
         assert dim % heads == 0
-
-
-class Plain:
-    """No module."""
-
-
-class Failing(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x):
-        print("about to fail")
-        return self.linear(x) @ self.linear(x)
+        super().__init__(dim, heads)
 
 
 def make(depth: int = 1) -> nn.Module:
@@ -186,41 +110,285 @@ def attention(query, key, value, mask=None):
     return (query @ key.mT).softmax(-1) @ value
 
 
-SETTINGS = {"n_embd": 10, "n_head": 5, "block_size": 17, "bias": False}
+SETTINGS = {"n_embd": 10, "n_head": 5}
 
 
-class FromDict(nn.Module):
+class FromDict(Attention):
     def __init__(self, cfg):
-        super().__init__()
-        self.inner = Configured(GPTConfig(n_embd=cfg["n_embd"], n_head=cfg["n_head"], bias=cfg["bias"]))
-
-    def forward(self, x):
-        return self.inner(x)
+        super().__init__(cfg["n_embd"], cfg["n_head"])
 
 
 ready = make()
 
 
-class Spectrogram(nn.Module):
-    """`x` that turns out to be rows of sound, as in speech."""
+# -- what its forward is given -----------------------------------------------------------------------------------------
 
-    def __init__(self, bins: int = 20):
+
+class Lazy(nn.Module):
+    def __init__(self, num_hiddens: int = 12):
         super().__init__()
-        self.conv, self.attention = nn.Conv1d(bins, 12, 3, padding=1), nn.MultiheadAttention(12, 3, batch_first=True)
+        self.q, self.k = (nn.LazyLinear(num_hiddens) for _ in range(2))
 
     def forward(self, x):
-        h = self.conv(x).transpose(1, 2)
-        return self.attention(h, h, h)[0]
+        return (self.q(x) @ self.k(x).mT).softmax(-1) @ x
 
 
-class Pooled(nn.Module):
-    """Two widths, of which the second may be left out, as in CLIP."""
+class LazyImage(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LazyConv1d(7, 3))
 
-    def __init__(self, spacial_dim: int, embed_dim: int, num_heads: int, output_dim: int | None = None):
+
+class Matrices(nn.Module):
+    """No names that tell anything: matrices of its own."""
+
+    def __init__(self, size: int = 13):
         super().__init__()
-        self.places = nn.Parameter(torch.zeros(spacial_dim**2 + 1, embed_dim))
-        self.attention = nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)
-        self.out = nn.Linear(embed_dim, output_dim or embed_dim)
+        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(size, 7)) for _ in range(3))
+
+    def forward(self, data):
+        return torch.softmax(data @ self.wq @ (data @ self.wk).mT, -1) @ torch.matmul(input=data, other=self.wv)
+
+
+class Before(Attention):
+    """Something turns `x` into what is attended to: a table of tokens, or a convolution of an image or of sound."""
+
+    def __init__(self, kind: str = "tokens"):
+        super().__init__()
+        kinds = {"tokens": nn.Embedding(29, 12), "image": nn.Conv2d(5, 12, 1), "sound": nn.Conv1d(20, 12, 3, padding=1)}
+        self.first = kinds[kind]
 
     def forward(self, x):
-        return self.out(self.attention(x, x, x)[0])
+        x = self.first(x)
+        return self.attended(x if isinstance(self.first, nn.Embedding) else x.flatten(2).mT)
+
+
+class Needy(Attention):
+    """Needs what nothing tells."""
+
+    def forward(self, x, angles):
+        return self.attended(x * angles)
+
+
+class Stepping(Attention):
+    def forward(self, x, start_pos: int):
+        return self.attended(x * (start_pos + 1))
+
+
+class Failing(Attention):
+    def forward(self, x):
+        print("about to fail")
+        return self.out(x) @ self.out(x)
+
+
+class Silent(Attention):
+    def forward(self, x):
+        self.attended(x)
+
+
+class Words(nn.Module):
+    """Says by its own words which axis is which, and attends along the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3)
+
+    def forward(self, x):
+        length, bsz, _ = x.shape
+        return self.attention(x, x, x)[0].view(length, bsz, 12)
+
+
+class Wraps(Words):
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class WrapsTurned(Wraps):
+    """Turns its input to the layout of the layer inside, and back."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class WrapsPooled(Wraps):
+    """Takes the mean over tokens, so that the second axis of its input is theirs."""
+
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
+class Counting(Attention):
+    """Counts its calls for all that are copied of it, and would fail in a second one of its own."""
+
+    calls = 0
+
+    def forward(self, x):
+        batch, length, _ = x.shape  # so that nobody has to run it to see which is which
+        assert batch
+        assert not getattr(self, "position", 0)
+        self.position = length
+        Attention.calls = getattr(Attention, "calls", 0) + 1
+        return self.attended(x)
+
+
+class Trains(Attention):
+    def forward(self, x):
+        assert self.training, "in training mode alone"
+        return self.attended(x)
+
+
+class Dropping(Attention):
+    def forward(self, x):
+        return nn.functional.dropout(self.attended(x), training=self.training)
+
+
+class TwoHeads(Attention):
+    """Takes a number of heads, and has two all the same."""
+
+    def __init__(self, dim, heads=2):
+        super().__init__(dim, 2)
+
+
+class Dictionary(Attention):
+    """Takes its tensors in a dictionary."""
+
+    def forward(self, batch):
+        return self.attended(batch["x"])
+
+
+class Annotated(Attention):
+    """Says that its tensors come as a pair."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]):
+        return self.attended(pair[0] + pair[1])
+
+
+class Named(Attention):
+    """Takes all of its arguments by name."""
+
+    def forward(self, **given):
+        return self.attended(given["x"])
+
+
+class NoWeights(nn.Module):
+    """The code fits its default width 12; no weight shows it."""
+
+    def __init__(self, num_hidden: int = 12, num_heads: int = 3):
+        super().__init__()
+        self.num_heads, self.size = num_heads, num_hidden // num_heads
+
+    def forward(self, q, k):
+        q, k = (x.view(*x.shape[:-1], self.num_heads, self.size).transpose(1, 2) for x in (q, k))
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class OfNoWidth(NoWeights):
+    """No width is right."""
+
+    def forward(self, q, k):
+        q = q.view(*q.shape[:-1], self.num_heads, self.size).transpose(1, 2)
+        return q @ k[..., :5]
+
+
+def scaled(width: int = 12):
+    torch.manual_seed(width)
+    return Needy(), (torch.randn(2, 5, 12), torch.ones(5, 12))
+
+
+def in_dictionary():
+    return Dictionary(), (), {"batch": {"x": torch.randn(2, 5, 12)}}
+
+
+def both(num_heads: int = 3):
+    return nn.MultiheadAttention(12, num_heads), [torch.randn(5, 2, 12)] * 3, {"need_weights": False}
+
+
+def without_arguments():
+    return Dictionary(), {"batch": 3}
+
+
+# -- how it takes masks ------------------------------------------------------------------------------------------------
+
+
+class Keeps(Attention):
+    def forward(self, x, mask=None):
+        return self.attended(x, lambda s: s if mask is None else s.masked_fill(mask == 0, -1e9))
+
+
+class Bars(Attention):
+    def forward(self, x, attn_mask=None):
+        return self.attended(x, lambda s: s if attn_mask is None else s.masked_fill(attn_mask, float("-inf")))
+
+
+class Adds(Attention):
+    def forward(self, x, attn_bias=None):
+        return self.attended(x, lambda s: s if attn_bias is None else s + attn_bias)
+
+
+class Visible(Attention):
+    """Has a name of its own for its mask."""
+
+    def forward(self, x, visible=None):
+        return self.attended(x, lambda s: s if visible is None else s.masked_fill(~visible, float("-inf")))
+
+
+class Needed(Attention):
+    """Cannot do without, and takes `batch query key`."""
+
+    def forward(self, x, mask):
+        return self.attended(x, lambda s: s.masked_fill(mask.unsqueeze(1) == 0, -1e9))
+
+
+class ByHead(Attention):
+    """Takes a mask of every head."""
+
+    def forward(self, x, mask=None):
+        if mask is not None:
+            assert mask.shape == (len(x), 3, x.shape[1], x.shape[1])
+        return self.attended(x, lambda s: s if mask is None else s.masked_fill(~mask, float("-inf")))
+
+
+class Inside(Attention):
+    """Masks by itself, and takes no mask."""
+
+    late = 1
+
+    def forward(self, x):
+        future = torch.ones(x.shape[1], x.shape[1]).triu(self.late).bool()
+        return self.attended(x, lambda s: s.masked_fill(future, float("-inf")))
+
+
+class OneLate(Inside):
+    """Masks by itself, and one diagonal too late."""
+
+    late = 2
+
+
+class BarsKeys(Attention):
+    def forward(self, x, key_padding_mask=None):
+        barred = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+        return self.attended(x, lambda s: s if barred is None else s.masked_fill(barred, float("-inf")))
+
+
+class Both(Attention):
+    """Takes a mask of each kind."""
+
+    def forward(self, x, look_ahead_mask=None, pad_mask=None):
+        def change(s):
+            s = s if look_ahead_mask is None else s.masked_fill(look_ahead_mask, float("-inf"))
+            return s if pad_mask is None else s.masked_fill(~pad_mask[:, None, None, :], float("-inf"))
+
+        return self.attended(x, change)
+
+
+class Own(Inside):
+    """Is causal by itself, and has a mask for something else."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+class Deaf(Attention):
+    """Takes a mask and leaves it unheard."""
+
+    def forward(self, x, mask=None):
+        return self.attended(x)

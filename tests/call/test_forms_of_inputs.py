@@ -10,25 +10,18 @@ from mha_inspect.__main__ import run
 
 _HEAD = """
 import torch
-from torch import nn
+from tests.call.styles import Attention as Base
 
 
-class Attention(nn.Module):
-    def __init__(self, width=24, heads=3):
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-
-    def attend(self, x):
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+class Attention(Base):
+    attend = Base.attended
 """
 
 _FORMS = {
     "vectors": "def forward(self, tokens):\n        b, n, d = tokens.shape\n        return self.attend(tokens)",
     "channels last": "def forward(self, image):\n        b, h, w, d = image.shape\n"
     "        return self.attend(image.reshape(b, -1, d))",
-    "channels first": "def forward(self, x):\n        b, d, n = x.shape\n        assert d == 24\n"
+    "channels first": "def forward(self, x):\n        b, d, n = x.shape\n        assert d == 12\n"
     "        return self.attend(x.mT)",
     "unbatched": "def forward(self, tokens):\n        n, d = tokens.shape\n        return self.attend(tokens[None])",
     "heads": "def forward(self, queries, keys, values):\n        b, h, n, d = queries.shape\n"
@@ -60,7 +53,7 @@ def test_an_input_is_given_in_the_form_that_the_forward_takes(
 def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward = "def forward(self, queries):\n        b, h, w, t, d = queries.shape\n        return queries"
     line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
-    assert "queries was guessed to be float32 [1, 12, 24]" in line
+    assert "queries was guessed to be float32 [1, 12, 12]" in line
     assert "--input-shape queries=SIZES:float32" in line
 
 

@@ -41,11 +41,6 @@ def in_its_own_group() -> Made:
     return sharded()
 
 
-def without_backend() -> Made:
-    dist.init_process_group("nccl")
-    return sharded()
-
-
 def fails_beside_a_barrier() -> Made:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
@@ -60,11 +55,6 @@ class OneKeyHead(Attention):
     def __init__(self) -> None:
         super().__init__(fused=False)
         self.k, self.v = (nn.Linear(32, 8) for _ in range(2))
-
-
-def copied_keys() -> Made:
-    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    return parallelize_module(OneKeyHead(), mesh, {name: PLAN[name] for name in "qo"}), (X,)
 
 
 def cut_key_head() -> Made:

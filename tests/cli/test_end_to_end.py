@@ -30,14 +30,6 @@ def test_a_bare_command_answers_in_plain_text(program):
     assert out.endswith("\n")
 
 
-def test_a_reader_that_is_gone_ends_it_quietly(program):
-    read, write = os.pipe()
-    os.close(read)
-    code, _, err = program("trace", *SMALL["trace"], stdout=write)
-    os.close(write)
-    assert (code, err) == (141, "")
-
-
 @each_command
 def test_export_prints_as_well(invoke, tmp_path, command):
     target = tmp_path / "report.html"

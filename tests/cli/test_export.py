@@ -35,12 +35,9 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [("a.txt", "plain"), ("a.json", "json"), ("a.png", "png"), ("a.html", "html"), ("a.b.JSON", "json")],
-)
-def test_the_ending_says_the_format(tmp_path, name, format):
-    assert Destination.of(tmp_path / name).format == format
+def test_the_ending_says_the_format(tmp_path):
+    endings = {"a.txt": "plain", "a.png": "png", "a.html": "html", "a.b.JSON": "json"}
+    assert {name: Destination.of(tmp_path / name).format for name in endings} == endings
 
 
 @posix
@@ -81,7 +78,7 @@ def test_a_full_disk_leaves_no_file_behind(environment, tmp_path):
     assert files(tmp_path) == set()
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failure_at_any_step_keeps_what_was_there(tmp_path, monkeypatch, step):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -37,14 +37,6 @@ def test_every_letter_of_a_formula_is_explained(invoke):
     assert evaluate("2E² + E(K + V) + 4E", spec) == 2 * 22**2 + 22 * 8 + 88
 
 
-def test_the_table_shows_each_within_the_width(invoke, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("mha_inspect.cli.output.is_terminal", lambda stream: True)
-    out = invoke("layers").out
-    assert max(map(len, out.splitlines())) <= 80
-    assert [name for name in LAYERS if f"\n{name}\n" not in out] == []
-
-
 def test_a_layer_lists_its_arguments_and_takes_them(invoke):
     out = invoke("layers", "grouped-query").out
     rows = {line.split()[0]: line for line in out.splitlines() if line}

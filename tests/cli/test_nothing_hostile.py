@@ -39,24 +39,6 @@ def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, kind
     assert len(err) < 500
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".json", "y/" * 3000 + "a.txt", "a" * 300 + ".html"])
-def test_an_export_whose_name_is_too_long(invoke, name):
-    code, out, err = invoke("layers", "--export", name)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert len(err) < 1000
-
-
-@pytest.mark.parametrize(
-    "target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py", "9" * 400, "9" * 400 + ".bin"]
-)
-def test_a_target_whose_name_is_none(invoke, target):
-    code, out, err = invoke("trace", target)
-    assert (code, out) == (2, "")
-    assert err.count("\n") <= 2
-    assert len(err) < 1000
-
-
 def test_sizes_whose_product_no_number_holds(invoke):
     code, out, err = invoke("trace", "--embed-dim", str(2**40), "--device", "meta")
     assert (code, out) == (3, "")
@@ -135,7 +117,7 @@ def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 9000, "\x00"])
 def test_a_configuration_that_is_none(tmp_path, content):
     from mha_inspect.errors import InputError
     from mha_inspect.making.hugging_face import read_config
@@ -154,16 +136,6 @@ def test_an_export_to_a_pipe_that_nobody_reads_is_not_waited_for(invoke, tmp_pat
     assert "could not be written: No such device or address" in err
 
 
-@posix
-def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
-    link = tmp_path / "x.json"
-    link.symlink_to(link)
-    code, out, err = invoke("layers", "--export", str(link))
-    assert (code, out) == (2, "")
-    assert "is a link to itself" in err
-    assert link.is_symlink()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits of address space")
 def test_too_little_address_space_for_torch_is_said_in_a_line(environment):
     import resource
@@ -178,22 +150,3 @@ def test_too_little_address_space_for_torch_is_said_in_a_line(environment):
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.count("\n") == 1
     assert "importing torch needs 768 MiB of address space" in done.stderr
-
-
-def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
-    from mha_inspect.cli.messages import explain
-    from mha_inspect.errors import ExitCode
-
-    assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
-
-
-@posix
-def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
-    os.mkfifo(tmp_path / "x.txt")
-    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
-        assert code == 0
-        assert os.read(reader, 1 << 20).decode() == out
-    finally:
-        os.close(reader)

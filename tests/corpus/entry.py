@@ -83,6 +83,10 @@ class Truth:
     """Whether the concat is the context, with nothing done to it."""
     mixed: bool = False
     """Whether the scores or the weights of the heads are mixed, so that a head hangs on the rows of all."""
+    pair: bool = False
+    """Whether the method `pair` of the module gives the score of a query and a key, which is no dot product."""
+    weigh: Callable[[Tensor], Tensor] | None = None
+    """The weights as a function of the scores, `batch heads query key`, where they are not a plain softmax of them."""
     softmax: bool = True
     """Whether weights are the softmax of the last scores, without sinks or masks of exponentials."""
 
@@ -102,7 +106,7 @@ class Truth:
         """Whether softmax(scale · q·kᵀ) · v of the projections alone is the context, masked or not."""
         twisted = self.position or self.qk_norm or self.bias or self.mixed or self.cache or self.lengths or self.cap
         twisted = twisted or self.value_dim or not self.joined
-        twisted = twisted or self.window
+        twisted = twisted or self.window or self.weigh is not None
         return not twisted and self.scale == 0 and self.over == "key" and self.plain
 
     @property

@@ -20,8 +20,11 @@ from mha_inspect.answers.check.intent import Intent
 H, D, N, B = 4, 6, 10, 3
 E = H * D
 
-Steps = Mapping[str, Any]
-"""A step of `Right` to the function that takes its place, its first argument the module; or to a setting or a part."""
+Steps = Mapping[str, Any] | Callable[[], nn.Module]
+"""A step of `Right` to the function that takes its place, its first argument the module; or to a setting or a part.
+
+Where modules are classes of their own, what makes them.
+"""
 
 
 def future(scores: Tensor, diagonal: int = 1) -> Tensor:
@@ -147,17 +150,26 @@ class Case:
     name: str
     check: str
     """The check that is to find it."""
-    wrong: Steps
+    wrong: Steps | None
+    """None of what is right and looks like that mistake."""
     twin: Steps = field(default_factory=dict)
     intent: Intent = field(default_factory=Intent)
     base: Callable[..., nn.Module] = Right
     inputs: Callable[[], dict[str, Tensor]] = lambda: {"x": torch.randn(B, N, E)}
     alone: bool = True
     """Whether it is found with nothing declared."""
+    suspected: bool = False
+    """Whether it may be meant, so that it is no more than suspected."""
+    in_trace: bool = False
+    """Whether the one run of a trace shows it."""
+    asked: bool = True
+    """Whether the check has something to test in the twin, and passes."""
 
     def make(self, wrong: bool) -> nn.Module:
         """Return the module with the mistake, or its twin."""
-        return self.base(**(self.wrong if wrong else self.twin))
+        steps = self.wrong if wrong else self.twin
+        assert steps is not None, "no mistake is known"
+        return steps() if callable(steps) else self.base(**steps)
 
 
 def folded(

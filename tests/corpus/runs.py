@@ -88,6 +88,8 @@ def canonical(stage: Any, target: str, truth: Truth, sizes: Mapping[str, int]) -
         target = target.replace(name, f"({' '.join(parts)})") if parts else target
     if "kv_heads" in present:
         target = target.replace("heads", "(kv_heads group)" if "group" in present else "kv_heads")
+    if "maps" in present:
+        target = target.replace("heads", "(heads maps)")
     to = " ".join(word if word in (*present, "(", ")") else "1" for word in re.findall(r"\w+|[()]", target))
     value = rearrange(stage.tensor, f"{stage.axes} -> {to}", **{name: sizes[name] for name in present if name in sizes})
     if "kv_heads" in present and "group" not in present:

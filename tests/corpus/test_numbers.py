@@ -47,7 +47,7 @@ def test_stages_are_the_steps_of_attention(name: str) -> None:
         sums = numbers.weights().sum(-2 if truth.over == "query" else -1)
         if truth.over:
             assert_close(sums, torch.ones_like(sums))
-        else:
+        elif truth.weigh is None:
             assert sums.max() < 1
         if truth.plain:
             assert_close(numbers.average(), numbers.of("context"))
@@ -68,11 +68,29 @@ def test_scores_are_products_of_queries_and_keys(name: str) -> None:
             assert_close(numbers.of("masked_scores").tril(), capped.tril())
 
 
+@pytest.mark.parametrize("name", [name for name in ATTENDING if ENTRIES[name].attentions[0].pair])
+def test_scores_are_those_of_each_pair(name: str) -> None:
+    """In float64, where they are no dot products."""
+    for attention, truth in shown(name):
+        numbers = Numbers(attention, truth)
+        q, k = numbers.of("q_heads")[..., :, None, :], numbers.of("k_heads")[..., None, :, :]
+        with torch.no_grad():
+            assert_close(ENTRIES[name].made().pair(q, k), numbers.of("scores"))
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENDING if ENTRIES[name].attentions[0].weigh is not None])
+def test_weights_are_what_the_scores_are_made_to(name: str) -> None:
+    for attention, truth in shown(name):
+        numbers = Numbers(attention, truth)
+        assert truth.weigh is not None
+        assert_close(truth.weigh(numbers.of("scores")), numbers.of("weights"))
+
+
 @pytest.mark.parametrize("name", [name for name in ATTENDING if ENTRIES[name].attentions[0].scale is not None])
 def test_the_scale_is_that_of_the_weights(name: str) -> None:
     """Measured from q·k and the weights alone: what is left of their logarithms has no part of q·k."""
     for attention, truth in shown(name):
-        if truth.bias or truth.mixed or not truth.plain:
+        if truth.bias or truth.mixed or truth.weigh is not None or not truth.plain:
             continue
         numbers = Numbers(attention, truth)
         products, weights = numbers.products(), numbers.weights()

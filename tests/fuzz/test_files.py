@@ -40,7 +40,7 @@ def difference(*paths):
     shown(diff_of_checkpoints(*paths))
 
 
-@pytest.mark.parametrize(("look", "files", "number"), [(read, 1, 200), (of_checkpoint, 1, 80), (difference, 2, 60)])
+@pytest.mark.parametrize(("look", "files", "number"), [(read, 1, 150), (of_checkpoint, 1, 50), (difference, 2, 40)])
 def test_a_file_is_answered_or_refused(try_all, tmp_path, look, files, number):
     def check(case):
         paths = []
@@ -67,4 +67,4 @@ def test_through_the_commands(try_all, invoke, tmp_path):
             with in_time():
                 require_answer(*invoke("trace", *layer, flag, str(path)))
 
-    try_all(check, any_file(), 30)
+    try_all(check, any_file(), 15)

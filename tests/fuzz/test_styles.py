@@ -380,6 +380,21 @@ def intent_of(style: Style) -> mha_inspect.Intent:
     return mha_inspect.Intent(causal=bool(style.mask), window=WINDOW if style.mask == "window" else None)
 
 
+def assert_parameters_are_told(style: Style, parameters: Any) -> None:
+    """Assert that each has a role, and that the rows of each head are those that its heads are cut from."""
+    assert all(parameter.role for parameter in parameters)
+    if style.project not in ("three", "packed"):
+        return
+    start = 0
+    for side, name, count in zip("qkv", "abc", (HEADS, style.kv_heads, style.kv_heads), strict=True):
+        name = "packed" if style.project == "packed" else name
+        (row,) = [parameter for parameter in parameters if parameter.name == f"{name}.weight"]
+        said = {piece.head: piece.rows for piece in row.heads if piece.part == f"W_{side}"}
+        firsts = [start + head * style.head_dim for head in range(count)]
+        assert said == {head: (first, first + style.head_dim) for head, first in enumerate(firsts)}, row.role
+        start += count * style.head_dim if style.project == "packed" else 0
+
+
 def test_styles(try_all: Callable[..., None]) -> None:
     def check(style: Style) -> None:
         torch.manual_seed(0)
@@ -392,84 +407,51 @@ def test_styles(try_all: Callable[..., None]) -> None:
         if module.weights is not None:
             weights = attention.weights.tensor
             assert torch.equal(weights[..., : module.weights.shape[-1]].reshape(module.weights.shape), module.weights)
-        assert all(parameter.role for parameter in mha_inspect.params(module, x).parameters)
+        assert_parameters_are_told(style, mha_inspect.params(module, x, per_head=True).parameters)
         intent = intent_of(style) if style.new > 1 else mha_inspect.Intent(causal=False)
         assert mha_inspect.check(module, x, intent=intent).findings == ()
 
-    try_all(check, styles(), 28)
+    try_all(check, styles(), 20)
 
 
-class Planted(Composed):
-    """Counts what it rotates, first the query, and may leave the key alone."""
+class Faulty(Composed):
+    """Has one fault: in what it rotates, shares, masks, scales or lets gradients through."""
 
     fault = ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         self.turned = 0
+        self.keep = torch.ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
         return super().forward(x)
 
     def rotated(self, x: Tensor) -> Tensor:
+        """Rotate first the query, then the key."""
         self.turned += 1
-        return x if self.fault == "key left alone" and self.turned == 2 else super().rotated(x)
-
-
-class Misturned(Planted):
-    """Rotates only the query, the key in another layout, or the values too."""
-
-    def rotated(self, x: Tensor) -> Tensor:
-        if self.fault != "other layout" or not self.turned:
+        if self.fault == "key left alone" and self.turned == 2:
+            return x
+        if self.fault != "other layout" or self.turned == 1:
             return super().rotated(x)
         start = self.style.offset
         turn = interleaved if self.style.position == "half" else half
         return turn(x, self.angles[start : start + x.shape[2]])
 
     def cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return super().cached(keys, super().rotated(values) if self.fault == "values" else values)
-
-
-def test_a_wrong_rotation_is_the_one_finding(try_all: Callable[..., None]) -> None:
-    def check(case: tuple[Style, str]) -> None:
-        style, fault = case
-        torch.manual_seed(0)
-        module, x = Misturned(style).eval(), torch.randn(style.batch, style.new, style.embed)
-        module.fault = fault
-        findings = mha_inspect.check(module, x, intent=intent_of(style)).findings
-        assert [(finding.check, finding.sure) for finding in findings] == [("rotary", True)]
-
-    turning = styles().filter(lambda style: style.position in ("half", "interleaved") and style.new > 1)
-    try_all(check, st.tuples(turning, st.sampled_from(("key left alone", "other layout", "values"))), 16)
-
-
-class Misshared(Planted):
-    """Shares its key heads in turns: query head h uses key head h % heads."""
+        if self.fault == "values rotated":
+            values = super().rotated(values)
+        keys, values = super().cached(keys, values)
+        if self.fault == "key detached":
+            return keys.detach(), values
+        return keys, values.detach() if self.fault == "value detached" else values
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = HEADS // self.style.kv_heads
-        k, v = (heads[:, ::shared].repeat(1, shared, 1, 1) for heads in (k, v))
+        if self.fault == "shared in turns":  # query head h uses key head h % heads
+            shared = HEADS // self.style.kv_heads
+            k, v = (heads[:, ::shared].repeat(1, shared, 1, 1) for heads in (k, v))
         return super().attended(q, k, v)
 
-
-def test_shared_heads_in_turns_are_the_one_finding(try_all: Callable[..., None]) -> None:
-    def check(style: Style) -> None:
-        torch.manual_seed(0)
-        module, x = Misshared(style).eval(), torch.randn(style.batch, style.new, style.embed)
-        findings = mha_inspect.check(module, x).findings
-        assert [(finding.check, finding.sure) for finding in findings] == [("grouped", True)]
-
-    def shares(style: Style) -> bool:
-        return style.share != "group" and style.kv_heads in (2, 3) and style.project != "by head"
-
-    try_all(check, styles().filter(shares), 12)
-
-
-class Mismasked(Planted):
-    """Sees other keys than it should, and takes a mask of `batch key`, True where there is a token."""
-
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        self.keep = torch.ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
-        return super().forward(x)
-
     def visible(self, place: Tensor) -> Tensor:
+        if self.fault not in FAULTS["causal"] + FAULTS["padding"]:
+            return super().visible(place)
         shifted = {"early": place - 1, "reversed": -place}.get(self.fault, place)
         seen, keep = super().visible(shifted), self.keep[:, None, None]
         if self.fault == "late":
@@ -492,69 +474,66 @@ class Mismasked(Planted):
         return seen | (place == 0) & ~seen.any(-1, keepdim=True)  # each query keeps a key
 
 
-OF_THE_MASK = ("", "late", "early", "reversed", "inverted", "over the heads", "over the batch")
-OF_PADDING = ("padding of the queries", "padding of the next item", "padding one late", "no padding")
+FAULTS = {
+    "rotary": ("key left alone", "other layout", "values rotated"),
+    "grouped": ("shared in turns",),
+    "causal": ("late", "early", "reversed", "inverted", "over the heads", "over the batch"),
+    "padding": ("padding of the queries", "padding of the next item", "padding one late", "no padding"),
+    "parameters": ("key detached", "value detached"),
+}
+"""A check, and the faults that it alone finds."""
 
 
-def test_a_wrong_mask_is_the_one_finding(try_all: Callable[..., None]) -> None:
-    def check(case: tuple[Style, str, bool]) -> None:
-        style, fault, padded = case
+def may_have(style: Style, check: str) -> bool:
+    """Return whether faults of this check change what this style computes."""
+    if check == "rotary":
+        return style.position in ("half", "interleaved") and style.new > 1
+    if check == "grouped":
+        return style.share != "group" and style.kv_heads in (2, 3) and style.project != "by head"
+    if check == "parameters":
+        return not style.cache
+    return bool(style.mask) and not style.cache and style.length > HEADS >= style.batch > 1
+
+
+@st.composite
+def faulty(draw: st.DrawFn) -> tuple[Style, str, str]:
+    check = draw(st.sampled_from(sorted(FAULTS)))
+    style = draw(styles().filter(lambda style: may_have(style, check)))
+    return style, check, draw(st.sampled_from(FAULTS[check]))
+
+
+def test_a_fault_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: tuple[Style, str, str]) -> None:
+        style, name, fault = case
         torch.manual_seed(0)
-        module, x = Mismasked(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        module, x = Faulty(style).eval(), torch.randn(style.batch, style.new, style.embed)
         module.fault = fault
-        given = {"keep": torch.ones(x.shape[:2], dtype=torch.bool)} if padded else {}
+        if name == "parameters":
+            (finding,) = mha_inspect.check(module, x, only=["parameters"]).findings
+            assert finding.sure
+            assert finding.sentence.startswith(without_gradient(module, fault.split()[0]))
+            return
+        given = {"keep": torch.ones(x.shape[:2], dtype=torch.bool)} if name == "padding" else {}
         intent = intent_of(style)
-        if padded:
+        if name == "padding":
             intent = replace(intent, padding="keep", padding_true="keep")
-        findings = mha_inspect.check(module, x, intent=intent, **given).findings
-        expected = [] if not fault else ["padding" if fault in OF_PADDING else "causal"]
-        assert [finding.check for finding in findings if finding.sure] == expected
-        findings = mha_inspect.check(module, x, **given).findings
-        assert [finding.check for finding in findings if finding.check != "parameters"] == expected
+        declared = mha_inspect.check(module, x, intent=intent, **given).findings
+        assert [finding.check for finding in declared if finding.sure] == [name]
+        if name != "rotary":
+            alone = mha_inspect.check(module, x, **given).findings
+            assert [finding.check for finding in alone if finding.check != "parameters"] == [name]
 
-    masked = styles().filter(lambda style: style.mask and not style.cache and style.length > HEADS >= style.batch > 1)
-    alone = st.tuples(masked, st.sampled_from(OF_THE_MASK), st.booleans())
-    try_all(check, alone | st.tuples(masked, st.sampled_from(OF_PADDING), st.just(True)), 26)
+    try_all(check, faulty(), 32)
 
 
-class Detached(Planted):
-    """Detaches its keys or its values."""
-
-    def cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().cached(keys, values)
-        return (keys.detach(), values) if self.fault == "key" else (keys, values.detach())
-
-
-def detached_rows(module: Detached, side: str) -> str:
-    """Return the parameter without a gradient, and what it projects."""
+def without_gradient(module: Faulty, side: str) -> str:
+    """Return what is said of the parameter, or of the features of a packed one, that gets no gradient."""
+    if module.style.project in ("packed", "beside"):
+        # The keys' are the first half behind the queries'.
+        start, *_, end = accumulate(count * module.style.head_dim for count in module.counts)
+        middle = (start + end) // 2
+        first, last = (start, middle - 1) if side == "key" else (middle, end - 1)
+        return f"packed.weight projects the query, key and value and gets no gradient for features {first}–{last}"
     name = "b" if side == "key" else "c"
-    if module.style.project == "three":
-        name = f"{name}.weight"
-    return f"{name} projects the {side}"
-
-
-def detached_features(module: Detached, side: str) -> str:
-    """Return which features of a packed matrix have no gradient: the keys' are the first half behind the queries'."""
-    start, *_, end = accumulate(count * module.style.head_dim for count in module.counts)
-    middle = (start + end) // 2
-    first, last = (start, middle - 1) if side == "key" else (middle, end - 1)
-    return f"{first}–{last}"
-
-
-def test_what_is_detached_is_the_one_finding(try_all: Callable[..., None]) -> None:
-    def check(case: tuple[Style, str]) -> None:
-        style, fault = case
-        torch.manual_seed(0)
-        module, x = Detached(style).eval(), torch.randn(style.batch, style.new, style.embed)
-        module.fault = fault
-        if style.project in ("packed", "beside"):
-            features = detached_features(module, fault)
-            says = f"packed.weight projects the query, key and value and gets no gradient for features {features}"
-        else:
-            says = f"{detached_rows(module, fault)} and gets no gradient"
-        (finding,) = mha_inspect.check(module, x, only=["parameters"]).findings
-        assert finding.sure
-        assert finding.sentence.startswith(says)
-
-    fresh = styles().filter(lambda style: not style.cache)
-    try_all(check, st.tuples(fresh, st.sampled_from(("key", "value"))), 14)
+    name = f"{name}.weight" if module.style.project == "three" else name
+    return f"{name} projects the {side} and gets no gradient"

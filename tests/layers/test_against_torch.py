@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .conftest import BATCH, HEAD_DIM, HEADS, KDIM, KEY, QUERY, VDIM
+from .conftest import BATCH, HEAD_DIM, HEADS, KEY, QUERY
 from .declared import canonical_weights, load_weights, read_weights
 
 SAME = {
@@ -50,16 +50,6 @@ def assert_equal(bench, name, layer, reference, inputs):
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("case", "bias"), [("self", False), ("causal", True), ("cross, causal, padding", True)])
-@pytest.mark.parametrize("name", SAME)
-def test_same_weights_give_torchs_output(bench, name, case, bias):
-    reference, layer = bench.build("torch", bias=bias), bench.build(name, bias=bias, **SAME[name])
-    weights = canonical_weights(bench.spec(bias=bias))
-    load_weights(reference, weights)
-    load_weights(layer, weights)
-    assert_equal(bench, name, layer, reference, bench.inputs(**CASES[case]))
-
-
 @pytest.mark.parametrize(
     ("kind", "padding"),
     [("boolean", ()), ("boolean per head", (0, 2)), ("additive", (0, 2)), ("additive per head", ())],
@@ -80,33 +70,6 @@ def test_less_than_torch_is_torch_with_the_identity_or_zeros_in_its_place(bench,
     layer, reference = bench.build(name), bench.build("torch")
     load_weights(reference, read_weights(layer))
     assert_equal(bench, name, layer, reference, bench.inputs(**CASES[case]))
-
-
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [("self", None), ("causal", "boolean"), ("padding", "boolean per head"), ("self", "additive per head")],
-)
-@pytest.mark.parametrize("name", ["bert", "per-head", "narrow"])
-def test_without_a_batch(bench, name, case, kind):
-    layer, reference = bench.build(name), bench.build("torch")
-    load_weights(reference, read_weights(layer))
-    settings = {**CASES[case], "unbatched": True, "key_len": KEY}
-    if "padding" in settings:
-        settings["padding"] = (3,)
-    mask = None if kind is None else a_mask(kind)[..., :QUERY, :KEY]
-    if mask is not None and mask.dim() == 3:
-        mask = mask[:HEADS]
-    assert_equal(bench, name, layer, reference, bench.inputs(mask=mask, **settings))
-
-
-@pytest.mark.parametrize("name", ["fold-heads", "per-head"])
-def test_widths_of_their_own_for_key_and_value(bench, name):
-    sizes = {"kdim": KDIM, "vdim": VDIM}
-    reference, layer = bench.build("torch", **sizes), bench.build(name, **sizes)
-    weights = canonical_weights(bench.spec(**sizes))
-    load_weights(reference, weights)
-    load_weights(layer, weights)
-    assert_equal(bench, name, layer, reference, bench.inputs(bench.spec(**sizes), key_len=KEY))
 
 
 @pytest.mark.parametrize("name", ["fold-heads", "grouped-query"])

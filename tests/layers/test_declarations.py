@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.parameter import is_lazy
 
 from mha_inspect.call.load import layer_called, load_layer
-from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS, OPTIONAL, evaluate, find_layer
-from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.spec import InputSpec, RunSpec
 
 from .declared import ROLES, spec_of
@@ -53,20 +50,6 @@ def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, na
     assert set(dict(layer.named_parameters())) <= set(roles)
 
 
-def test_the_catalogs_formula_is_the_one_of_the_default_layer():
-    for kind in LAYERS.values():
-        assert kind.formula(kind.spec(embed_dim=33, num_heads=3)) == kind.parameter_formula
-
-
-def test_lazy_linears_are_written_and_none_is_left(bench):
-    assert all(is_lazy(parameter) for parameter in FoldHeadsAttention(33, 3).parameters())
-    layer = bench.build("fold-heads", kdim=13, vdim=17)
-    assert not any(is_lazy(parameter) for parameter in layer.parameters())
-    assert {type(module) for name, module in layer.named_children() if name.startswith("W")} == {torch.nn.Linear}
-    assert not any(module._forward_pre_hooks for module in layer.modules())
-    assert [layer.W_q.in_features, layer.W_k.in_features, layer.W_v.in_features] == [33, 13, 17]
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_a_seed_gives_the_same_layer_and_leaves_the_generator_alone(bench, name):
     state = torch.get_rng_state()
@@ -97,21 +80,6 @@ ASKED = {
     "unbatched": {},
     "need_weights": {},
 }
-
-
-@pytest.mark.parametrize("setting", OPTIONAL)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
-    kind = find_layer(name)
-    spec = kind.spec(embed_dim=32, num_heads=4, **ASKED[setting])
-    inputs, run = InputSpec(unbatched=setting == "unbatched"), RunSpec(need_weights=setting != "need_weights")
-    if setting in kind.takes or (name == "wide" and setting == "head_dim"):
-        kind.check(spec, inputs, run)
-        return
-    takers = [layer.name for layer in LAYERS.values() if setting in layer.takes]
-    assert takers
-    with pytest.raises(SpecError, match=f"layer {name} does not take {setting} .*Layers that do: {', '.join(takers)}"):
-        kind.check(spec, inputs, run)
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,6 @@ from torch.nn import functional
 from mha_inspect.layers.grouped_query import apply_rotary
 
 from .conftest import BATCH, KEY, QUERY
-from .declared import load_weights, read_weights
-
-HEADS, HEAD_DIM = 6, 11
-SIZES = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "case"), [(1, {}), (3, {"causal": True, "padding": (0, 3)}), (6, {"key_len": KEY})]
-)
-def test_shared_heads_are_torchs_with_repeated_weights(bench, kv_heads, case):
-    layer, reference = bench.build("grouped-query", num_kv_heads=kv_heads, **SIZES), bench.build("torch", **SIZES)
-    assert layer.k_proj.weight.shape == (kv_heads * HEAD_DIM, HEADS * HEAD_DIM)
-    load_weights(reference, read_weights(layer))
-    inputs = bench.inputs(bench.spec(**SIZES), **case)
-    output, weights = bench.run("grouped-query", layer, inputs)
-    expected, expected_weights = bench.run("torch", reference, inputs)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
 def test_rotary_turns_each_pair_as_a_complex_number():
@@ -35,18 +17,6 @@ def test_rotary_turns_each_pair_as_a_complex_number():
     angles = torch.outer(torch.arange(QUERY).double(), 10000 ** (-2 * torch.arange(half).double() / head_dim))
     z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(apply_rotary(x), torch.cat((z.real, z.imag), -1), rtol=0, atol=1e-13)
-
-
-def test_rotary_scores_depend_on_the_distance_alone():
-    generator = torch.Generator().manual_seed(2)
-    q, k = (torch.randn(1, 1, 1, 14, dtype=torch.float64, generator=generator) for _ in range(2))
-    length = 23
-    scores = apply_rotary(q.expand(1, 1, length, 14)) @ apply_rotary(k.expand(1, 1, length, 14)).transpose(2, 3)
-    for distance in range(-length + 1, length):
-        diagonal = scores[0, 0].diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
-    assert (scores[0, 0, 0] - scores[0, 0, 0, 0]).abs()[1:].min() > 1e-3
-    assert not torch.allclose(scores, scores.transpose(2, 3))
 
 
 @pytest.mark.parametrize(("kv_heads", "rope"), [(1, False), (3, True)])

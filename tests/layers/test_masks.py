@@ -51,7 +51,7 @@ def test_partly_masked_rows_are_equal_to_the_bit(bench):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["split-heads", "bert", "grouped-query", "fold-heads"])
+@pytest.mark.parametrize("name", ["split-heads", "grouped-query"])
 def test_masked_weights_are_zero_in_every_dtype(bench, name, dtype):
     inputs = bench.inputs(bench.spec(dtype=dtype), causal=True)
     output, weights = bench.run(name, bench.build(name, dtype=dtype), inputs)
@@ -85,12 +85,3 @@ def test_each_head_gets_its_own_mask(bench):
     assert both.nonzero().tolist() == [[1, 2, 3, 4]]
     assert mask_of_head(both, 2).nonzero().tolist() == [[1, 3, 4]]
     assert mask_of_head(both, 1).count_nonzero() == 0
-
-
-def test_a_fully_masked_row_is_uniform_in_float32(bench):
-    # Beside -1e9 a float32 score is rounded away. A float64 score is not: its weights are those of no mask at all.
-    spec = bench.spec(dtype="float32")
-    layer = bench.build("split-heads", dtype="float32")
-    _, weights = bench.run("split-heads", layer, bench.inputs(spec, padding=(0, QUERY)))
-    assert torch.equal(weights[1], torch.full((HEADS, QUERY, QUERY), 1 / QUERY))
-    assert not torch.equal(weights[0], weights[1])

@@ -10,7 +10,7 @@ import torch
 
 from mha_inspect.errors import SpecError
 from mha_inspect.making.arguments import convert, parse_settings
-from mha_inspect.making.vocabulary import ALIASES, flag_of, plain
+from mha_inspect.making.vocabulary import flag_of
 
 EMPTY = Parameter.empty
 
@@ -66,21 +66,12 @@ def test_settings_are_names_and_values():
         assert str(refused.value).isprintable()
 
 
-def test_no_alias_means_two_flags():
-    every = [plain(alias) for aliases in ALIASES.values() for alias in aliases]
-    assert sorted(every) == sorted(set(every))
-
-
 @pytest.mark.parametrize(
     ("flag", "names"),
     [
         ("embed_dim", "d_model hiddenSize hidden_size n_embd dim emb_dim num_hiddens"),
         ("num_heads", "n_heads nHead nhead num_attention_heads heads n_head h"),
         ("num_kv_heads", "num_key_value_heads n_kv_heads"),
-        ("head_dim", "dim_head d_head head_size d_k"),
-        ("kdim", "context_dim cross_attention_dim"),
-        ("dropout", "attn_drop attention_dropout attn_pdrop"),
-        ("bias", "qkv_bias"),
         ("seq_len", "block_size context_length n_positions max_position_embeddings"),
         (None, "depth"),
     ],

@@ -42,14 +42,6 @@ def test_one_element_and_none() -> None:
     assert empty.nan == 2
 
 
-def test_values_are_what_torch_prints() -> None:
-    tensor = torch.randn(40, 40, requires_grad=True)
-    values = values_of(tensor, Show())
-    assert values is not None
-    assert values.text == repr(tensor.detach())
-    assert values.data is None
-
-
 def test_torchs_print_options_are_not_read_and_not_changed() -> None:
     torch.set_printoptions(precision=7, threshold=5, linewidth=200, sci_mode=True)
     try:

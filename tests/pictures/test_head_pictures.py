@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import pytest
 import torch
 
 from mha_inspect.pictures.grid import RAMP
@@ -35,39 +34,8 @@ def test_the_weights_of_each_head_of_each_head_count(invoke):
                     assert abs(low + (read[row][column] + 0.5) * step - theirs[head, row, column]) <= 0.51 * step
 
 
-def test_a_page_has_the_picture_that_was_asked_for(invoke, tmp_path):
-    page = tmp_path / "page.html"
-    out = invoke("compare-heads", "--heads", "1,2", "--embed-dim", "16", "--picture", "-o", str(page)).out
-    written = page.read_text(encoding="utf-8")
-    assert "weights of 2 heads" in out
-    for name in ("1 head", "2 heads"):
-        assert name in written.partition("<script")[2]
-
-
-def test_nothing_of_panels_below_each_other_is_cut_off(invoke, tmp_path):
-    pytest.importorskip("matplotlib")
-    from PIL import Image
-
-    file = tmp_path / "heads.png"
-    invoke("compare-heads", "--embed-dim", "16", "--heads", "1,2,4", "--picture", "-o", str(file))
-    ink = np.array(Image.open(file).convert("L")) < 250
-    assert not ink[:, [0, -1]].any()
-    assert not ink[[0, -1]].any()
-
-
 def test_compare_heads_draws_targets_and_no_json(invoke):
     line = "compare-heads torch.nn:TransformerEncoderLayer --embed-dim 8 --heads 1,2 --seq-len 4 --picture"
     out = invoke(*line.split()).out
     assert out.index("weights of 1 head ") < out.index("weights of 2 heads ")
     assert "has no pictures" in invoke(*line.split(), "--json").err
-
-
-def test_each_attention_of_each_head_count_is_drawn(invoke):
-    line = "compare-heads torch.nn:TransformerDecoderLayer --embed-dim 8 --heads 1,2 --seq-len 4 --key-len 3 --picture"
-    out = invoke(*line.split()).out
-    assert re.findall(r"weights of (\d)( heads?), attention (\d) of 2", out) == [
-        ("1", " head", "1"),
-        ("1", " head", "2"),
-        ("2", " heads", "1"),
-        ("2", " heads", "2"),
-    ]

@@ -7,8 +7,6 @@ import re
 import pytest
 import torch
 
-from mha_inspect.cli.trace import heads_of, tokens_of
-from mha_inspect.errors import SpecError
 from mha_inspect.pictures.grid import RAMP, codes
 
 from .read_back import MASKED, inkless, panels
@@ -75,57 +73,29 @@ def test_chosen_heads_and_labels(invoke, tmp_path):
     assert "\u202e" not in out
 
 
-def test_several_attentions(invoke, tmp_path):
-    file = tmp_path / "two.py"
-    file.write_text(
-        "from torch import nn\n"
-        "class Two(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in 'ab')\n"
-        "    def forward(self, x):\n"
-        "        return self.b(*[self.a(x, x, x)[0]] * 3)[0]\n"
-    )
-    line = ("trace", f"{file}:Two", "--input-shape", "x=2x5x8", "--picture", "scores")
-    assert "scores of attention 1 of 2 in a" in invoke(*line).out
+def test_several_attentions(invoke):
+    line = ("trace", "torch.nn:TransformerDecoderLayer", "--embed-dim", "8", "--num-heads", "2", "--picture", "scores")
+    a, b = "self_attn", "multihead_attn"
+    assert f"scores of attention 1 of 2 in {a}" in invoke(*line).out
     assert "To draw attention 2: --attention N" in invoke(*line).out
-    assert "scores of attention 2 of 2 in b" in invoke(*line, "--attention", "2").out
-    assert invoke(*line, "--attention", "b").out.count("scores of attention") == 1
-
-
-def test_stages_without_heads_and_with_features(invoke):
-    out = invoke(*LINE[:-1], "q_proj").out
-    assert out.count("head_dim →") == 1
-    assert re.search(r"^q_proj  -[\d.]+ ", out, re.M)
-    assert "embed →" in invoke(*LINE[:-1], "output").out
+    assert f"scores of attention 2 of 2 in {b}" in invoke(*line, "--attention", "2").out
+    assert invoke(*line, "--attention", b).out.count("scores of attention") == 1
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (("--head", "3"), "head 3 does not exist: weights has 3, counted from 0."),
-        (("--head", "3-1"), "head 3-1 is not a list of heads"),
         (("--head", "x"), "head x is not a list of heads"),
         (("--tokens", "a,b"), "2 tokens fit no axis of weights"),
-        (("--tokens", "no/such.txt"), "tokens no/such.txt: no such file."),
         (("--json",), "--picture draws, but --json has no pictures."),
         (("--device", "meta"), "device meta has shapes and no numbers to draw."),
-        (("--picture", "weihgts"), "Did you mean weights?"),
-        (("--attention", "2"), "attention 2 does not exist"),
     ],
 )
 def test_what_cannot_be_drawn(invoke, more, said):
     code, out, err = invoke(*LINE, *more)
     assert (code, out) == (2, "")
     assert said in err
-
-
-def test_choices_of_heads_and_tokens(invoke):
-    assert "Add --picture weights." in invoke("trace", "--head", "1").err
-    assert heads_of("0,3-5, 4") == (0, 3, 4, 5)
-    with pytest.raises(SpecError):
-        heads_of("")
-    assert tokens_of("the") == ("the",)
 
 
 @pytest.mark.parametrize("mask", [-float("inf"), -1e4, torch.finfo(torch.float32).min])

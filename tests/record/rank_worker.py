@@ -1,20 +1,22 @@
-"""Run the ranks of `test_ranks`: `python rank_worker.py FOLDER`. The answers are `FOLDER/WORLD/RANK.json`."""
+"""Run the ranks of `test_ranks`: `python rank_worker.py FOLDER`. What each finds wrong is in `FOLDER/RANK.json`."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import sys
+import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict
-from importlib.util import find_spec
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,49 +32,77 @@ from mha_inspect.errors import ForwardError
 from mha_inspect.running.subject import Subject
 
 PLAN = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
-HEADS, WIDTH = 4, 32
+WORLD, HEADS, WIDTH = 2, 4, 32
+OF_HEADS = dict.fromkeys(("q_heads", "k_heads", "v_heads", "scores", "weights", "context"), 1)
+"""The stages of which a rank has its own heads, and the dimension of the heads."""
+OF_FEATURES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "concat"), 2)
+OF_POSITIONS = dict.fromkeys(("query", "key", "value", "q_proj", "k_proj", "v_proj", "concat", "output"), 1)
+Make = Callable[[], nn.Module]
 
 
 class Attention(nn.Module):
-    def __init__(self, fused: bool, bias: bool = True) -> None:
+    def __init__(self, fused: bool = False, bias: bool = True) -> None:
         super().__init__()
         self.fused, self.head_dim = fused, WIDTH // HEADS
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v)]
+
+    def average(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.fused:
-            context = nn.functional.scaled_dot_product_attention(q, k, v)
-        else:
-            context = (q @ k.mT / self.head_dim**0.5).softmax(-1) @ v
-        return self.o(context.transpose(1, 2).flatten(2))
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT / self.head_dim**0.5).softmax(-1) @ v
 
-
-class Model(nn.Module):
-    def __init__(self, fused: bool = False) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = Attention(fused), nn.LayerNorm(WIDTH), Attention(fused)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.o(self.average(*self.heads(x)).transpose(1, 2).flatten(2))
+        return output
 
 
 class ByHand(Attention):
     """The rank's own heads in plain parameters, and torch's older collective, which writes into the output."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__(fused=False, bias=False)
-        for name in "qkv":
-            weight = getattr(self, name).weight
-            setattr(self, name, nn.Linear(WIDTH, WIDTH // world, bias=False))
-            getattr(self, name).weight = nn.Parameter(weight.detach().chunk(world)[rank].clone())
-        self.o.weight = nn.Parameter(self.o.weight.detach().chunk(world, 1)[rank].clone())
+    def __init__(self) -> None:
+        super().__init__(bias=False)
+        for name in "qkvo":
+            whole = getattr(self, name).weight.detach()
+            mine = whole.chunk(WORLD, int(name == "o"))[dist.get_rank()].clone()
+            setattr(self, name, nn.Linear(*mine.shape[::-1], bias=False))
+            getattr(self, name).weight = nn.Parameter(mine)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         with torch.no_grad():
             dist.all_reduce(out)
         return out
+
+
+class HeadsForPositions(Attention):
+    """DeepSpeed-Ulysses: every rank projects its positions, and exchanges them for all positions of its heads."""
+
+    def exchanged(self, x: Tensor, cut: int, joined: int) -> Tensor:
+        parts = x.chunk(WORLD, cut)
+        sent = torch.cat([part.flatten() for part in parts])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        return torch.cat([part.view(parts[0].shape) for part in received.chunk(WORLD)], joined)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.average(*(self.exchanged(part, 1, 2) for part in self.heads(x)))
+        output: Tensor = self.o(self.exchanged(context, 2, 1).transpose(1, 2).flatten(2))
+        return output
+
+
+class InParts(nn.Sequential):
+    """Attention whose output projection is outside the module that computes the scores, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict({"heads": Attention(), "dense": nn.Linear(WIDTH, WIDTH)}))
+        self.heads.o = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x).sin()
+        return output
 
 
 class Collectives(TorchDispatchMode):
@@ -91,324 +121,246 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(make: Make) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
 
-def tensor_parallel(fused: bool) -> nn.Module:
-    model = seeded(lambda: Model(fused))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for attention in (model.first, model.second):
-        parallelize_module(attention, mesh, PLAN)
-    return model
+def model(fused: bool = False) -> nn.Module:
+    parts = {"first": Attention(fused), "norm": nn.LayerNorm(WIDTH), "second": Attention(fused)}
+    return nn.Sequential(OrderedDict(parts))
 
 
-class InParts(nn.Module):
-    """Attention whose output projection is outside the module that computes the scores, as in BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.dense = Attention(fused=False), nn.Linear(WIDTH, WIDTH)
-        self.heads.o = nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.heads(x)).sin()
+def planned(module: nn.Module, plan: dict[str, Any]) -> nn.Module:
+    return parallelize_module(module, init_device_mesh("cpu", (WORLD,)), plan)
 
 
-def output_in_parts(x: torch.Tensor, *, is_cut: bool) -> list[Any]:
-    """Return the output, its shape over ranks, its FLOPs and the collectives; each rank may keep a piece of it."""
-    model, mesh = seeded(InParts), init_device_mesh("cpu", (dist.get_world_size(),))
-    last = RowwiseParallel(output_layouts=Shard(1) if is_cut else Replicate())
-    parallelize_module(model, mesh, {**{f"heads.{name}": ColwiseParallel() for name in "qkv"}, "dense": last})
-    trace = mha_inspect.trace(model, x, keep=True)
-    output = trace.attentions[0].stages[-1]
-    collectives = [[exchange.name, exchange.stage] for exchange in trace.collectives or ()]
-    return [output.name, output.tensor.tolist(), output.whole, output.flops, collectives]
+def tensor_parallel(fused: bool = False) -> nn.Module:
+    made = seeded(partial(model, fused))
+    for attention in (made.first, made.second):
+        planned(attention, PLAN)
+    return made
 
 
 def fsdp() -> nn.Module:
-    model = seeded(Model)
-    for attention in (model.first, model.second):
+    made = seeded(model)
+    for attention in (made.first, made.second):
         fully_shard(attention)
-    return fully_shard(model)
+    return fully_shard(made)
 
 
-def both() -> nn.Module:
-    model = seeded(Model)
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    for attention in (model.first, model.second):
-        parallelize_module(attention, mesh["tp"], PLAN)
-        fully_shard(attention, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+SHARDED: dict[str, Make] = {
+    "tensor parallel": tensor_parallel,
+    "tensor parallel, fused": partial(tensor_parallel, True),
+    "by hand": lambda: seeded(ByHand),
+    "fsdp": fsdp,
+    "ddp": lambda: DistributedDataParallel(seeded(model)),
+}
 
 
-class HeadsForPositions(Attention):
-    """DeepSpeed-Ulysses: every rank projects its positions, and exchanges them for all positions of its heads."""
-
-    def exchanged(self, x: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
-        parts = x.chunk(dist.get_world_size(), cut)
-        sent = torch.cat([part.flatten() for part in parts])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return torch.cat([part.view(parts[0].shape) for part in received.chunk(len(parts))], joined)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k, v = (self.exchanged(part, 1, 2) for part in (q, k, v))
-        context = (q @ k.mT / self.head_dim**0.5).softmax(-1) @ v
-        return self.o(self.exchanged(context, 2, 1).transpose(1, 2).flatten(2))
-
-
-def other_ways(rank: int, world: int) -> dict[str, Any]:
-    """Return the stages of one attention, and of ranks that divide it in other ways than tensor parallelism alone."""
-
-    def attention() -> Attention:
-        return seeded(lambda: Attention(fused=False))  # type: ignore[return-value]
-
-    def planned(plan: dict[str, Any]) -> nn.Module:
-        return parallelize_module(attention(), init_device_mesh("cpu", (world,)), plan)
-
-    x = seeded(lambda: nn.Embedding(2 * 8, WIDTH)).weight.detach().view(2, 8, WIDTH)
-    mine, cut = x.chunk(world, 1)[rank], RowwiseParallel(output_layouts=Shard(1))
-    gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in "qkv"}
-    whole_contexts = ColwiseParallel(input_layouts=Shard(2), output_layouts=Replicate())
-    runs: dict[str, tuple[nn.Module, torch.Tensor]] = {
-        "unsharded": (attention(), x),
-        "unsharded, uneven": (attention(), x[:, :7]),
-        "flat parameters": (FullyShardedDataParallel(attention(), device_id=torch.device("cpu")), x),
-        "heads for positions": (seeded(lambda: HeadsForPositions(fused=False)), mine),
-        "gathered for each side": (planned({**gathers, "o": cut}), mine),
-        "gathered contexts": (planned({**PLAN, "o": whole_contexts}), x),
-        "uneven": (planned({**PLAN, "o": cut}), x[:, :7]),
-    }
-    answers = {}
-    for name, (module, given) in runs.items():
-        with torch.no_grad():
-            trace = mha_inspect.trace(module, given, keep=True)
-        stages = {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages}
-        between = [[exchange.name, exchange.stage] for exchange in trace.collectives or ()]
-        answers[name] = {"kind": trace.attentions[0].kind, "stages": stages, "between ranks": between}
-    return answers
-
-
-def gpt2() -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(vocab_size=32, n_embd=WIDTH, n_layer=2, n_head=HEADS)
-    return transformers.GPT2Model(config)
-
-
-def spread(model: nn.Module) -> nn.Module:
-    """Shard the layers of a model by FSDP2, the innermost first."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    for layers in reversed(lists):
-        for layer in layers:
-            fully_shard(layer)
-    return fully_shard(model)
-
-
-def unlike_stages(expected: mha_inspect.AttentionReport, got: mha_inspect.AttentionReport) -> list[str]:
-    names = [stage.name for stage in got.stages]
-    if names != [stage.name for stage in expected.stages]:
-        return names
-    unlike = []
-    for left, right in zip(expected.stages, got.stages, strict=True):
-        says_the_same = (left.axes, left.formula) == (right.axes, right.formula)
-        if not says_the_same or not torch.equal(left.tensor, right.tensor):
-            unlike.append(left.name)
-    return unlike
-
-
-def model_under_fsdp() -> dict[str, Any]:
-    """Return what differs where the layers of GPT-2 are sharded by FSDP2: stages, and words of parameters."""
-    whole, sharded = seeded(gpt2).eval(), spread(seeded(gpt2).eval())
-    given = {"input_ids": torch.arange(12).view(2, 6)}
-    expected = mha_inspect.trace(whole, keep=True, **given).attentions
-    got = mha_inspect.trace(sharded, keep=True, **given).attentions
-    roles = {row.name: row.role for row in mha_inspect.params(sharded, **given).parameters}
-    unlike_parameters = []
-    for row in mha_inspect.params(whole, **given).parameters:
-        if not roles[row.name].startswith(row.role):
-            unlike_parameters.append(row.name)
-    return {
-        "attentions": len(got),
-        "unlike stages": [unlike_stages(*pair) for pair in zip(expected, got, strict=True)],
-        "unlike parameters": unlike_parameters,
-    }
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    with Collectives() as collectives:
-        out = model(x)
-        out.square().mean().backward()
-    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    return local(out) + 0, gradients, collectives.count
+def inputs(length: int = 5) -> Tensor:
+    return seeded(lambda: nn.Embedding(2 * length, WIDTH)).weight.detach().view(2, length, WIDTH)
 
 
-def bits_and_collectives(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
-    """Compare a step of training in a recording with a plain one."""
-    plain, plain_gradients, plain_count = run(make(), x)
-    model = make()
-    with mha_inspect.recording() as recording:
-        out, gradients, count = run(model, x)
-    is_as_long = len(gradients) == len(plain_gradients) > 0
-    return {
-        "same output": torch.equal(out, plain),
-        "same gradients": is_as_long and all(map(torch.equal, gradients, plain_gradients)),
-        "collectives": [plain_count, count],
-        "recorded": shapes_of(recording.trace),
-        "recording is proved": bool(recording.trace),
+def numbers(attention: Any) -> dict[str, Tensor]:
+    return {stage.name: stage.tensor for stage in attention.stages}
+
+
+def assert_divided(attention: Any, whole: Any, dims: dict[str, int]) -> None:
+    """Assert that each stage is that of the unsharded run, or the rank's part of it along a dimension."""
+    got, expected = numbers(attention), numbers(whole)
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        mine = expected[name].chunk(WORLD, dims[name])[dist.get_rank()] if name in dims else expected[name]
+        torch.testing.assert_close(tensor, mine, msg=name)
+
+
+# -- what is asked of each sharded model -------------------------------------------------------------------------------
+
+
+def bits_and_collectives(name: str) -> None:
+    """A step of training in a recording has the same bits and exchanges as a plain one."""
+    sides = []
+    for recording in (None, mha_inspect.recording()):
+        module = SHARDED[name]()
+        with Collectives() as collectives:
+            if recording is None:
+                out = module(inputs())
+            else:
+                with recording:
+                    out = module(inputs())
+            out.square().mean().backward()
+        gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+        assert gradients
+        sides.append([[local(out) + 0, *gradients], collectives.count])
+    (plain, count), (recorded, recorded_count) = sides
+    assert len(plain) == len(recorded)
+    assert all(map(torch.equal, plain, recorded))
+    assert count == recorded_count > 0
+    assert recording.trace  # its verdict is good
+    shapes = [{stage.name: stage.shape for stage in attention.stages} for attention in recording.trace.attentions]
+    heads = 4 if name in ("fsdp", "ddp") else 2
+    assert [each["q_heads"] for each in shapes] == [(2, heads, 5, 8)] * (1 if name == "by hand" else 2)
+    assert {*shapes[0]} == {*OF_POSITIONS, *OF_HEADS}
+
+
+def stages_and_exchanges(name: str) -> None:
+    """The stages are the rank's own, of the unsharded run, and a trace exchanges nothing of its own."""
+    is_whole, counts = name in ("fsdp", "ddp"), []
+    for x in (inputs()[:1], inputs()):
+        module = SHARDED[name]()
+        with Collectives() as collectives:
+            trace = mha_inspect.trace(module, x, keep=True)
+        counts.append(collectives.count)
+    exchanges = [(exchange.name, exchange.stage, exchange.nbytes) for exchange in trace.collectives or ()]
+    assert [*counts, len(exchanges)] == [counts[0]] * 3
+    assert trace
+    assert len(trace.attentions) == (1 if name == "by hand" else 2)
+    make = (lambda: Attention(bias=False)) if name == "by hand" else model
+    unsharded = mha_inspect.trace(seeded(make), inputs(), keep=True).attentions[0]
+    assert_divided(trace.attentions[0], unsharded, {} if is_whole else OF_HEADS | OF_FEATURES)
+    whole = {stage.name: stage.whole for stage in trace.attentions[0].stages}
+    is_cut = not is_whole and name != "by hand"
+    assert (whole["q_heads"], whole["output"]) == ((2, 4, 5, 8) if is_cut else None, None)
+    reduced = 4 * 2 * 5 * WIDTH
+    expected = {
+        "tensor parallel": [("all_reduce", "output", reduced)] * 2,
+        "by hand": [("allreduce", "output", reduced)],
+        "ddp": [],
     }
+    if name in expected:
+        assert [exchange for exchange in exchanges if exchange[1] or name == "by hand"] == expected[name]
 
 
-def shapes_of(trace: mha_inspect.Trace) -> list[dict[str, list[int]]]:
-    return [{stage.name: list(stage.shape) for stage in attention.stages} for attention in trace.attentions]
-
-
-def listed(sizes: tuple[int, ...] | None) -> list[int] | None:
-    return None if sizes is None else list(sizes)
-
-
-def traced_stages(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
-    """Return the stages of a trace, and its collectives beside those of a trace of one item."""
-    model = make()
-    with Collectives() as collectives:
-        trace = mha_inspect.trace(model, x, keep=True)
-    model = make()
-    with Collectives() as of_one_item:
-        mha_inspect.trace(model, x[:1])
-    exchanges = [[exchange.name, exchange.stage, exchange.nbytes] for exchange in trace.collectives or ()]
-    stages = trace.attentions[0].stages
-    return {
-        "traced": shapes_of(trace),
-        "trace is proved": bool(trace),
-        "forward collectives": [collectives.count, of_one_item.count, len(exchanges)],
-        "between ranks": exchanges,
-        "numbers": {stage.name: stage.tensor.tolist() for stage in stages},
-        "whole": {stage.name: listed(stage.whole) for stage in stages},
-    }
-
-
-def parameters(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
-    """Return shape, shape over ranks, first element and role of each parameter, and the bytes of all."""
-    report = mha_inspect.params(make(), x, per_head=True)
-    return {
-        "parameters": {
-            row.name: [list(row.shape), listed(row.whole), listed(row.start), row.role] for row in report.parameters
-        },
-        "parameter bytes": sum(local(parameter).nbytes for parameter in make().parameters()),
-    }
-
-
-def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+def heads_and_parameters(name: str) -> None:
+    """A rank says its heads, its part of the parameters and their place in the whole."""
+    module, rank, heads = SHARDED[name](), dist.get_rank(), 4 if name in ("fsdp", "ddp") else 2
     with torch.no_grad():
-        model = make()
-        rank = rank_of(dist.get_rank(), *traced(Subject(model, (x,), {}), Show(), keep=False), model)
-    return {
-        **bits_and_collectives(make, x),
-        **traced_stages(make, x),
-        **parameters(make, x),
-        "rank": asdict(rank),
-    }
+        part = rank_of(rank, *traced(Subject(module, (inputs(),), {}), Show(), keep=False), module)
+    rows, first = 8 * heads, 0 if heads == 4 else 16 * rank
+    assert (part.rank, part.heads, part.kv_heads) == (rank, heads, heads)
+    assert part.rows == ({} if name == "by hand" else {f"W_{letter}": (first, first + rows) for letter in "qkvo"})
+    assert part.bytes == sum(local(parameter).nbytes for parameter in SHARDED[name]().parameters())
+    exchanges = mha_inspect.trace(SHARDED[name](), inputs()).collectives or ()
+    assert part.exchanged == sum(exchange.nbytes for exchange in exchanges)
+    # Four projections and two products, of 2 items and 5 positions.
+    attentions = 1 if name == "by hand" else 2
+    assert part.flops == attentions * 2 * (4 * 2 * 5 * WIDTH * rows + 2 * 2 * 5 * 5 * rows)
+    told = {row.name: row for row in mha_inspect.params(SHARDED[name](), inputs(), per_head=True).parameters}
+    place = f"{16 * rank}–{16 * rank + 15} of 32: heads {2 * rank}–{2 * rank + 1}"
+    if name == "ddp":
+        row = told["module.first.q.weight"]
+        assert (row.shape, row.whole, row.start) == ((32, 32), None, None)
+    elif name != "by hand":
+        row = told["first.q.weight"]
+        assert (row.shape, row.whole, row.start) == ((16, 32), (32, 32), (16 * rank, 0))
+        assert (row.role[:3], row.role.endswith(f"; rows {place}")) == ("W_q", True)
+    if name == "tensor parallel":
+        row = told["first.o.weight"]
+        assert (row.shape, row.whole, row.start) == ((32, 16), (32, 32), (0, 16 * rank))
+        assert f"; columns {place}" in row.role
 
 
-def raising(x: torch.Tensor) -> str:
-    """Return the message of a traced call that fails on this rank only, while the others wait for nobody."""
-    model = tensor_parallel(fused=False)
-    if dist.get_rank() == 0:
-        try:
-            mha_inspect.trace(model, x[..., :7])
-        except ForwardError as error:
-            return str(error)
-    return ""
+# -- what is asked once ------------------------------------------------------------------------------------------------
 
 
-def with_nan(x: torch.Tensor) -> list[str]:
-    """Return the notes of a trace whose NaN is in a result: to find its origin the module would run again."""
-    model = tensor_parallel(fused=False)
+def other_ways() -> None:
+    """Stages are found on both sides of collectives, however ranks divide one attention."""
+    x, cut = inputs(8), RowwiseParallel(output_layouts=Shard(1))
+    mine = x.chunk(WORLD, 1)[dist.get_rank()]
+    gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in "qkv"}
+    whole = mha_inspect.trace(seeded(Attention), x, keep=True).attentions[0]
+    flat = FullyShardedDataParallel(seeded(Attention), device_id=torch.device("cpu"))
+    ways: list[tuple[nn.Module, Tensor, dict[str, int]]] = [
+        (flat, x, {}),
+        (seeded(HeadsForPositions), mine, OF_HEADS | OF_POSITIONS),
+        (planned(seeded(Attention), {**gathers, "o": cut}), mine, OF_HEADS | OF_FEATURES | {"output": 1}),
+    ]
+    for module, given, dims in ways:
+        with torch.no_grad():
+            trace = mha_inspect.trace(module, given, keep=True)
+        assert trace.attentions[0].kind == ("self",)
+        assert_divided(trace.attentions[0], whole, dims)
+        if isinstance(module, HeadsForPositions):
+            exchanged = [(exchange.name, exchange.stage) for exchange in trace.collectives or ()]
+            assert exchanged == [("alltoall_base", name) for name in ("q_heads", "k_heads", "v_heads", "concat")]
+
+
+def output_in_parts() -> None:
+    """An output is added up over ranks before each may keep a piece of it."""
+    x, unsharded = inputs(4), seeded(InParts)
     with torch.no_grad():
-        model.first.q.bias.to_local()[0] = float("inf")
-    return list(mha_inspect.trace(model, x).notes)
+        expected = unsharded.dense(unsharded.heads(x))
+    for is_cut, name in ((False, "all_reduce"), (True, "reduce_scatter_tensor")):
+        last = RowwiseParallel(output_layouts=Shard(1) if is_cut else Replicate())
+        plan = {**{f"heads.{name}": ColwiseParallel() for name in "qkv"}, "dense": last}
+        trace = mha_inspect.trace(planned(seeded(InParts), plan), x, keep=True)
+        output = trace.attentions[0].stages[-1]
+        torch.testing.assert_close(output.tensor, expected.chunk(WORLD, 1)[dist.get_rank()] if is_cut else expected)
+        assert (output.name, output.whole) == ("output", tuple(expected.shape) if is_cut else None)
+        assert output.flops == 2 * 2 * 4 * WIDTH * WIDTH // WORLD
+        assert [(exchange.name, exchange.stage) for exchange in trace.collectives or ()] == [(name, "output")]
 
 
-OF_FOUR: dict[str, Callable[[], nn.Module]] = {"fsdp and tensor parallel": both}
-
-
-def of_two(rank: int) -> dict[str, Callable[[], nn.Module]]:
-    return {
-        "tensor parallel": lambda: tensor_parallel(fused=False),
-        "tensor parallel, fused": lambda: tensor_parallel(fused=True),
-        "by hand": lambda: seeded(lambda: ByHand(rank, 2)),
-        "fsdp": fsdp,
-        "ddp": lambda: DistributedDataParallel(seeded(Model)),
-    }
-
-
-def more_of_two(x: torch.Tensor, rank: int) -> dict[str, Any]:
-    """Return what is asked once of two ranks: errors, NaN, outputs in parts, other ways to divide, and a model."""
-    by_hand = mha_inspect.trace(seeded(lambda: Attention(fused=False, bias=False)), x, keep=True).attentions[0]
-    in_parts = seeded(InParts)
+def errors_and_nan() -> None:
+    """A rank that raises says why without a second run, and for the origin of NaN there is none either."""
+    module = tensor_parallel()
+    if dist.get_rank() == 0:  # the others wait for nobody
+        with pytest.raises(ForwardError, match=r"rank_worker\.py.*RuntimeError|RuntimeError.*rank_worker\.py"):
+            mha_inspect.trace(module, inputs()[..., :7])
+    module = tensor_parallel()
     with torch.no_grad():
-        expected_in_parts = in_parts.dense(in_parts.heads(x[:, :4])).tolist()
-    return {
-        "raising": raising(x),
-        "with nan": with_nan(x),
-        "in parts": {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)},
-        "unsharded in parts": expected_in_parts,
-        "unsharded by hand": {stage.name: stage.tensor.tolist() for stage in by_hand.stages},
-        "other ways": other_ways(rank, 2),
-        "model": model_under_fsdp() if find_spec("transformers") else {},
-    }
+        module.first.q.bias.to_local()[0] = float("inf")
+    notes = mha_inspect.trace(module, inputs()).notes
+    assert not any("second run" in note for note in notes)
+    assert any("The output has NaN" in note for note in notes)
 
 
-def answer(folder: Path, rank: int, world: int) -> None:
+OF_EACH = (bits_and_collectives, stages_and_exchanges, heads_and_parameters)
+ONCE = (other_ways, output_in_parts, errors_and_nan)
+
+
+def questions() -> Iterator[tuple[str, Callable[[], None]]]:
+    for question in OF_EACH:
+        for name in SHARDED:
+            yield f"{question.__name__}: {name}", partial(question, name)
+    for question in ONCE:
+        yield question.__name__, question
+
+
+def answer(folder: Path, rank: int) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
+    wrong = {}
     try:
-        x = seeded(lambda: nn.Embedding(2 * 5, WIDTH)).weight.detach().view(2, 5, WIDTH)
-        unsharded = mha_inspect.trace(seeded(Model), x, keep=True).attentions[0]
-        of_rank: dict[str, Any] = {
-            name: answers(make, x) for name, make in (of_two(rank) if world == 2 else OF_FOUR).items()
-        }
-        of_rank["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}
-        if world == 2:
-            of_rank |= more_of_two(x, rank)
-        (folder / f"{rank}.json").write_text(json.dumps(of_rank))
+        for name, ask in questions():
+            try:
+                ask()
+            except Exception:
+                wrong[name] = traceback.format_exc()
+            (folder / f"{rank}.json").write_text(json.dumps(wrong))
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def import_what_ranks_import() -> None:
-    """Run what imports while it runs: a process that is forked afterwards need not."""
-    import torch._dynamo
-
-    module, x = Attention(fused=False), torch.zeros(1, 2, WIDTH)
-    with torch.no_grad(), mha_inspect.recording() as recording:
-        module(x)
-    assert recording.trace.attentions
-    mha_inspect.params(module, x)
-    if find_spec("transformers"):
-        gpt2()
-
-
 def main(folder: Path) -> None:
-    import_what_ranks_import()
-    for world in (2, 4):
-        (folder / str(world)).mkdir()
-        start = multiprocessing.get_context("fork").Process
-        ranks = [start(target=answer, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            sys.exit(f"exit codes {[rank.exitcode for rank in ranks]}")
+    # What imports while it runs is imported before the processes are forked.
+    with torch.no_grad(), mha_inspect.recording() as recording:
+        Attention()(torch.zeros(1, 2, WIDTH))
+    assert recording.trace.attentions
+    start = multiprocessing.get_context("fork").Process
+    ranks = [start(target=answer, args=(folder, rank), daemon=True) for rank in range(WORLD)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        sys.exit(f"exit codes {[rank.exitcode for rank in ranks]}")
 
 
 if __name__ == "__main__":

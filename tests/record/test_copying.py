@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -13,46 +11,48 @@ from mha_inspect.errors import InputError
 from mha_inspect.record.arguments import copy_module
 from mha_inspect.running.subject import Subject
 
+from ..call.styles import Attention
 
-class Holding(nn.Module):
-    """Keeps its weights, as many do that are plotted afterwards: in an attribute, a list and a dictionary."""
 
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(30, 30) for _ in range(3))
+class Holding(Attention):
+    """Keeps its scores, as many do that are plotted afterwards: in an attribute, a list and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(30, 2)
         self.seen: list[torch.Tensor] = []
         self.by_name: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        self.weights = (q @ k.mT).softmax(-1)
-        self.seen.append(self.weights)
-        self.by_name["last"] = self.weights
-        return (self.weights @ v).transpose(1, 2).flatten(2)
+        def held(scores: torch.Tensor) -> torch.Tensor:
+            self.scores = self.by_name["last"] = scores
+            self.seen.append(scores)
+            return scores
+
+        return self.attended(x, held)
 
 
 def test_held_tensors_are_copied_by_their_content():
     module, x = Holding(), torch.randn(3, 7, 30)
     module(x)
     copied = copy_module(module)
-    assert copied.weights is copied.seen[0] is copied.by_name["last"]
-    assert copied.weights is not module.weights
-    assert torch.equal(copied.weights, module.weights)
-    assert copied.weights.is_leaf
-    assert module.weights.requires_grad
-    assert copied.q.weight is not module.q.weight
-    assert copied.q.weight.requires_grad
+    assert copied.scores is copied.seen[0] is copied.by_name["last"]
+    assert copied.scores is not module.scores
+    assert torch.equal(copied.scores, module.scores)
+    assert copied.scores.is_leaf
+    assert module.scores.requires_grad
+    assert copied.qkv.weight is not module.qkv.weight
+    assert copied.qkv.weight.requires_grad
     assert torch.equal(copied(x), module(x))
 
 
 def test_tied_parameters_stay_tied_and_what_stands_in_is_taken():
     module = Holding()
-    module.k.weight = module.q.weight
-    stand_in = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
-    copied = copy_module(module, {id(module.v.weight): stand_in})
-    assert copied.k.weight is copied.q.weight
-    assert copied.v.weight is stand_in
+    module.tied = nn.Linear(30, 90)
+    module.tied.weight = module.qkv.weight
+    stand_in = nn.Parameter(torch.empty_like(module.out.weight, device="meta"))
+    copied = copy_module(module, {id(module.out.weight): stand_in})
+    assert copied.tied.weight is copied.qkv.weight
+    assert copied.out.weight is stand_in
 
 
 class Uncopied(Holding):
@@ -62,24 +62,12 @@ class Uncopied(Holding):
         raise TypeError("a lock has no copy")
 
 
-class Silent(Holding):
-    """Its train() returns nothing, so that eval() does not either: timm's LeViT is one."""
-
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        super().train(mode)
-
-
 def test_what_cannot_be_copied_is_said():
     module, x = Uncopied(), torch.randn(3, 7, 30)
     assert mha_inspect.trace(module, x).attentions
     assert mha_inspect.diff(module, module, x, same_weights=False).outcome == "same"
     with pytest.raises(InputError, match=r"Uncopied cannot be copied.*a lock has no copy.*same_weights=False"):
         mha_inspect.diff(module, module, x)
-
-
-def test_a_module_whose_eval_returns_nothing_is_measured():
-    module, x = Silent(), torch.randn(3, 7, 30)
-    assert mha_inspect.diff(module, module, x).outcome == "same"
 
 
 class Turning(Holding):
@@ -101,21 +89,3 @@ def test_a_copy_in_another_dtype_keeps_what_is_imaginary(recwarn: pytest.Warning
     assert exact.dtype == torch.float64
     torch.testing.assert_close(exact.float(), module(x))
     assert not recwarn.list
-
-
-@dataclass
-class PerLayer:
-    """Refuses a field that differs by layer: a heterogeneous configuration of transformers is one."""
-
-    heads: int = 3
-
-    def __getattribute__(self, name: str) -> object:
-        if name == "heads":
-            raise RuntimeError("heads may vary across layers")
-        return super().__getattribute__(name)
-
-
-def test_a_field_that_raises_is_copied_as_it_is_stored():
-    module = Holding()
-    module.config = PerLayer()
-    assert vars(copy_module(module).config) == {"heads": 3}

@@ -18,7 +18,7 @@ from mha_inspect.call.load import load_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.running.subject import Run
 
-from ..built import trace_layer, trace_module
+from ..built import trace_layer
 from ..recorded import record, record_opened
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
@@ -75,29 +75,6 @@ def test_the_kernel_is_the_one_that_torch_dispatches(name: str) -> None:
     assert outer == {f"{kernel}.default" for kernel in fused}
 
 
-def test_each_attention_has_what_its_own_kernel_hides() -> None:
-    """A hand-written attention in front of a fused one: stages are marked in the second alone."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.packed = nn.Linear(EMBED, 3 * EMBED)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.packed(x).chunk(3, -1)
-            x = (q @ k.transpose(-1, -2)).softmax(-1) @ v
-            q, k, v = self.packed(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-            return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    trace = trace_module(Both(), drawn(BATCH, QUERY, EMBED))
-    marked = [{stage.name for stage in attention.stages if stage.opened} for attention in trace.attentions]
-    assert marked == [set(), {"scores", "weights"}]
-    assert trace.path.plain == (
-        "aten._scaled_dot_product_flash_attention_for_cpu (fused attention); separate operations: bmm, softmax, bmm"
-    )
-    assert trace.proof.agrees
-
-
 def refusals_of(run: Callable[[], Any]) -> list[str]:
     """The oracle: torch's own `why_not_fast_path`, as it stands when the forward returns."""
     refusals: list[str] = []
@@ -117,10 +94,8 @@ def refusals_of(run: Callable[[], Any]) -> list[str]:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "none": ({}, {}, ""),
     "training": ({"train": True}, {}, "training is enabled"),
-    "sequence first": ({"batch_first": False}, {}, "batch_first was not True"),
     "key is another": ({}, {"cross": True}, "non-self attention"),
     "no bias": ({"bias": False}, {}, ""),
-    "unbatched": ({}, {"unbatched": True}, "input not batched"),
     "two masks": ({}, {"masks": True}, ""),
     "autocast": ({}, {"autocast": True}, ""),
 }
@@ -131,7 +106,7 @@ def test_the_fast_path_is_refused_in_torchs_own_words(name: str) -> None:
     settings, run, words = copy.deepcopy(REFUSED[name])
     is_training = settings.pop("train", False)
     layer = nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **settings}).train(is_training)
-    x = drawn(QUERY, EMBED) if run.get("unbatched") else drawn(BATCH, QUERY, EMBED)
+    x = drawn(BATCH, QUERY, EMBED)
     key = x.clone() if run.get("cross") else x
     masks = {}
     if run.get("masks"):

@@ -19,18 +19,6 @@ from ..recorded import record, record_opened
 EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
 
 
-class Attention(nn.Module):
-    """Written out by hand, so that every step of it is an operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = nn.Linear(EMBED, 3 * EMBED)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.packed(x).chunk(3, -1)
-        return (q @ k.transpose(-1, -2) / EMBED**0.5).softmax(-1) @ v
-
-
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -94,10 +82,10 @@ def test_the_result_is_the_same_to_the_bit_also_the_second_time(
             assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_composite_operation_takes_the_kernels_of_a_plain_run(dtype: torch.dtype) -> None:
+def test_a_composite_operation_takes_the_kernels_of_a_plain_run() -> None:
     """In inference mode they arrive whole. What a product is taken apart into hangs on the views that it is given."""
-    for width in (7, 20, 64):
+    dtype = torch.float32
+    for width in (7, 64):
         linear, weight = nn.Linear(width, 3 * width).to(dtype), nn.Parameter(drawn(3 * width, width, dtype=dtype))
         x, y = drawn(BATCH, QUERY, width, dtype=dtype), drawn(2, BATCH, width, QUERY, seed=1, dtype=dtype)
         with torch.inference_mode():
@@ -140,9 +128,9 @@ def test_an_error_inside_of_a_composite_operation_leaves_the_modes_as_they_were(
 def test_no_intermediate_result_is_held(mode: Callable[[], Any]) -> None:
     alive: list[bool] = []
 
-    class Chain(Attention):
+    class Chain(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            first = self.packed(x)
+            first = super().forward(x)
             memory = StorageWeakRef(first.untyped_storage())
             second = first.relu()
             alive.append(not memory.expired())
@@ -152,7 +140,7 @@ def test_no_intermediate_result_is_held(mode: Callable[[], Any]) -> None:
             return third
 
     with mode():
-        record(Chain(), drawn(BATCH, QUERY, EMBED))
+        record(Chain(EMBED, EMBED), drawn(BATCH, QUERY, EMBED))
     assert alive == [True, False]
 
 
@@ -175,17 +163,13 @@ def test_tensors_without_a_shape_or_memory_are_recorded_too() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_rows_are_one_buffer_that_nothing_is_claimed_of() -> None:
-    class Jagged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
-
+    class Jagged(nn.ModuleList):
         def forward(self, *rows: torch.Tensor) -> torch.Tensor:
             x = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-            q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in self)
             return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).values()
 
-    module, rows = Jagged().eval(), (drawn(3, EMBED), drawn(5, EMBED))
+    module, rows = Jagged(nn.Linear(EMBED, EMBED) for _ in range(3)).eval(), (drawn(3, EMBED), drawn(5, EMBED))
     with torch.no_grad():
         plain = module(*rows)
         recording, recorded = record(module, *rows)
@@ -197,16 +181,6 @@ def test_jagged_rows_are_one_buffer_that_nothing_is_claimed_of() -> None:
     assert not trace.attentions
     (note,) = trace.notes
     assert "nested tensors" in note
-
-
-def test_a_fake_tensor_is_recorded() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        module, x = nn.MultiheadAttention(EMBED, HEADS, batch_first=True), torch.empty(BATCH, QUERY, EMBED)
-        recording, (output, _) = record(module, x, x, x)
-    assert output.shape == (BATCH, QUERY, EMBED)
-    assert recording.outputs[0].tensor.shape == (BATCH, QUERY, EMBED)
 
 
 def test_the_worked_example_records_what_it_says() -> None:

@@ -52,9 +52,7 @@ class Bare(TorchDispatchMode):
 
 FORWARDS: dict[str, Callable[[], Callable[[], Any]]] = {
     "attention": lambda: attention(batch_first=True),
-    "attention with masks": lambda: attention(attn_mask=torch.eye(QUERY, dtype=torch.bool), need_weights=True),
     "recurrent": lambda: with_input(nn.LSTM(EMBED, 7)),
-    "convolution": lambda: with_input(nn.Sequential(nn.Conv1d(QUERY, 7, 3), nn.BatchNorm1d(7), nn.GELU())),
     "encoder layer": lambda: with_input(nn.TransformerEncoderLayer(EMBED, HEADS, 7, batch_first=True).eval()),
 }
 
@@ -156,16 +154,6 @@ def test_what_is_written_into_and_not_returned_is_new_all_the_same() -> None:
     assert result.tolist() == [6, 6, 6, 2, 2, 2, 2, 2]
     assert joined.inputs[1] in ops_named(recording, "_foreach_add_")[0].outputs
     assert [recording.values[tensor.id].tolist() for tensor in joined.inputs] == [[6, 6, 6], [2] * 5]
-    norm = nn.BatchNorm1d(EMBED)
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        args = norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5
-        torch.ops.aten._native_batch_norm_legit(x, *args)
-        return norm.running_mean + 0  # type: ignore[operator]
-
-    with torch.no_grad():
-        recording, _ = record(normed, drawn(7, EMBED))
-    assert recording.producer(recording.ops[-1].inputs[0]) is recording.ops[0]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -194,18 +182,6 @@ def test_an_address_that_is_used_again_is_another_tensor(mode: Callable[[], Any]
     assert len({tensor.id for tensor in outside}) == 3
 
 
-def test_a_sparse_tensor_whose_id_is_used_again_is_another_tensor() -> None:
-    def forward(x: torch.Tensor) -> None:
-        for number in (2.0, 3.0, 5.0):
-            y = x * number
-            y.sum()
-            del y
-
-    recording, _ = record(forward, torch.eye(3).to_sparse())
-    read = [op.inputs[0] for op in ops_named(recording, "sum")]
-    assert [recording.producer(tensor) for tensor in read] == ops_named(recording, "mul")
-
-
 def test_kept_tensors_are_plain_numbers_without_gradients() -> None:
     layer, x = nn.Linear(EMBED, 7), drawn(BATCH, EMBED).requires_grad_()
     recording, _ = record(layer, x, keep=True)
@@ -229,26 +205,23 @@ def test_names_of_inputs_parameters_buffers_and_outputs() -> None:
 
 
 USER = """
-import torch
 from torch import nn
 
 
-class Scorer(nn.Module):
+class Scorer(nn.Identity):
     def forward(self, q, k):
         return (q @ k.transpose(-1, -2)).softmax(-1)  # scores
 
 
-class Layer(nn.Module):
+class Layer(nn.ModuleDict):
     def __init__(self):
-        super().__init__()
-        self.wq = nn.Linear(22, 22)
-        self.inner = nn.Sequential(nn.Linear(22, 22), nn.ReLU())
-        self.scorer = Scorer()
+        inner = nn.Sequential(nn.Linear(22, 22), nn.ReLU())
+        super().__init__({"wq": nn.Linear(22, 22), "inner": inner, "scorer": Scorer()})
 
     def forward(self, x):
-        q = self.wq(x)  # q
-        k = self.inner(x)  # k
-        weights = self.scorer(q, k)
+        q = self["wq"](x)  # q
+        k = self["inner"](x)  # k
+        weights = self["scorer"](q, k)
         return weights @ x  # context
 """
 
@@ -291,13 +264,3 @@ def test_source_module_and_call_of_each_operation(user: ModuleType) -> None:
     assert [[op.base_name for op in ops] for ops in products] == [names, names]
     (transposed,) = ops_named(recording, "transpose")
     assert transposed.call not in {ops[0].call for ops in products}
-
-
-def test_inference_mode_shows_the_operations_of_a_run_without_gradients(user: ModuleType) -> None:
-    layer, x = user.Layer(), drawn(BATCH, QUERY, EMBED)
-
-    def shown(mode: Callable[[], Any]) -> list[Any]:
-        with mode():
-            return [(op.name, op.source, op.module, op.call) for op in record(layer, x)[0].ops]
-
-    assert shown(torch.inference_mode) == shown(torch.no_grad)

@@ -16,8 +16,7 @@ from mha_inspect.reports.common import LayerInfo, Values
 from mha_inspect.reports.trace import OpLine, OpRef
 from mha_inspect.text import printable
 
-from .samples import FULL_PARAMS
-from .trace_samples import ATTENTION, STAGES, TRACE
+from .samples import report, trace
 
 HOSTILE = {
     "colour": "\x1b[31mred\x1b[0m",
@@ -38,19 +37,19 @@ HOSTILE = {
 def trace_of(name: str):
     """A trace with this name in every place that a name can come into."""
     operand_line = OpLine(0, name, name, name, (), (), name, "view", name)
-    stage = replace(STAGES[3], formula=name, axes=name, op=OpRef(1, name, name), values=Values(name, None))
+    given = trace()
+    (attention,) = given.attentions
+    stage = replace(attention.stages[3], formula=name, axes=name, op=OpRef(1, name, name), values=Values(name, None))
+    attention = replace(attention, module=name, stages=(stage,), notes=(name,))
     return replace(
-        TRACE,
+        given,
         layer=LayerInfo(name, {name: name}),
-        path=replace(TRACE.path, plain=name, reason=name, opened=(name,)),
-        attentions=(
-            replace(ATTENTION, module=name, stages=(stage,), notes=(name,)),
-            replace(ATTENTION, module=name, stages=(stage,), notes=(name,)),
-        ),
-        returns=(replace(TRACE.returns[0], name=name, axes=name),),
+        path=replace(given.path, plain=name, reason=name, opened=(name,)),
+        attentions=(attention, attention),
+        returns=(replace(given.returns[0], name=name, axes=name),),
         notes=(name,),
         ops=(operand_line,),
-        proof=replace(TRACE.proof, note=name),
+        proof=replace(given.proof, note=name),
     )
 
 
@@ -58,28 +57,27 @@ def acts_on_a_terminal(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_nothing_that_acts_on_a_terminal_comes_through(name, format):
-    text = to_text(trace_of(name), format, width=100)
-    assert [c for c in text if acts_on_a_terminal(c) and c != "\n"] == []
-    text.encode("utf-8")
+def parameters_of(name: str):
+    """The same of parameters."""
+    given = report("params")
+    rows = tuple(replace(row, name=name, role=name, axes=name, heads=None) for row in given.parameters)
+    return replace(given, parameters=rows)
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_colour_adds_only_its_own_escapes(name):
-    text = to_text(trace_of(name), "table", width=100, color=True)
-    escapes = text.split("\x1b")[1:]
-    assert escapes
-    assert all(part[0] == "[" and part[1 : part.index("m")].replace(";", "").isdigit() for part in escapes)
-
-
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_json_gives_back_the_very_name_and_a_page_shows_it(name):
-    trace = trace_of(name)
-    assert json.loads(to_text(trace, "json"))["attentions"][0]["module"] == name
-    assert printable(name) in to_text(trace, "plain")
-    page = to_text(trace, "html")
+def test_nothing_that_acts_on_a_terminal_comes_through(name):
+    for made in (trace_of(name), parameters_of(name)):
+        for format in FORMATS:
+            text = to_text(made, format, width=100)
+            assert [c for c in text if acts_on_a_terminal(c) and c != "\n"] == []
+            text.encode("utf-8")
+        # Colour adds only its own escapes.
+        escapes = to_text(made, "table", width=100, color=True).split("\x1b")[1:]
+        assert escapes
+        assert all(part[0] == "[" and part[1 : part.index("m")].replace(";", "").isdigit() for part in escapes)
+    assert json.loads(to_text(trace_of(name), "json"))["attentions"][0]["module"] == name
+    assert printable(name) in to_text(trace_of(name), "plain")
+    page = to_text(trace_of(name), "html")
     assert "<script" not in page
     body = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + 7])
     assert printable(name) in "".join(body.itertext())
@@ -87,7 +85,8 @@ def test_json_gives_back_the_very_name_and_a_page_shows_it(name):
 
 def test_a_name_of_any_length_takes_little_room_and_keeps_both_ends():
     name = "first." + "e" + "\u0301" * 20_000 + ".last"
-    page = to_text(replace(FULL_PARAMS, parameters=(replace(FULL_PARAMS.parameters[0], name=name),)), "plain")
+    given = report("params")
+    page = to_text(replace(given, parameters=(replace(given.parameters[0], name=name),)), "plain")
     row = next(line for line in page.split("\n") if line.startswith("first."))
     assert len(row) < 2000
     assert ".last  " in row
@@ -102,14 +101,3 @@ def test_what_is_escaped_can_be_read():
 def test_cleaning_leaves_only_what_can_be_printed_and_is_done_once(text):
     assert printable(text).isprintable()
     assert printable(printable(text)) == printable(text)
-
-
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_parameters_are_cleaned_too(name):
-    report = replace(
-        FULL_PARAMS,
-        parameters=tuple(replace(p, name=name, role=name, axes=name, heads=None) for p in FULL_PARAMS.parameters),
-        side_by_side=tuple(replace(c, shapes={name: (3,)}, first_head={}) for c in FULL_PARAMS.side_by_side),
-    )
-    for format in FORMATS:
-        assert [c for c in to_text(report, format) if acts_on_a_terminal(c) and c != "\n"] == []

@@ -17,11 +17,8 @@ from mha_inspect.render.formats import to_text
 from mha_inspect.reports.common import Stats, Values, to_data
 from tests.schemas import FILE, commands, load_schema
 
-from .checkpoint_samples import CHECKPOINT_DIFF
-from .diff_samples import DIFF, LAYERS
-from .samples import COMPARE, FULL_PARAMS, LEARNING_COMPARE, ONE_KEY_COMPARE, REPORTS
+from .samples import REPORTS, report, trace
 from .schemas import schema_of_reports, written
-from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE
 
 
 def data_of(report: object) -> Any:
@@ -46,28 +43,19 @@ def test_the_schema_is_that_of_the_reports(request):
 
 
 def test_every_command_has_a_schema():
-    assert commands() == tuple(sorted({report.command for report in REPORTS.values()}))
+    assert commands() == tuple(sorted({report(name).command for name in REPORTS}))
     with pytest.raises(KeyError):
         load_schema("../trace")
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_json_follows_its_schema(name):
-    data = data_of(REPORTS[name])
+    data = data_of(report(name))
     validator(data["command"]).validate(data)
     assert data["schema_version"] == 3
 
 
-FULL = {
-    "trace": FULL_TRACE,
-    "compare-heads": replace(
-        ONE_KEY_COMPARE,
-        training=LEARNING_COMPARE.training,
-        focus=LEARNING_COMPARE.focus,
-    ),
-    "layers": LAYERS,
-    "diff-checkpoints": CHECKPOINT_DIFF,
-}
+FULL = ("trace-full", "compare-heads-learning", "diff-checkpoints", "layers")
 
 
 def at(data: Any, path: str) -> Any:
@@ -88,16 +76,15 @@ def objects(data: Any, path: str = "") -> Iterator[str]:
 
 
 OPTIONAL = {"ops", "stats", "values", "heads", "side_by_side"}
-OPTIONAL |= {"training", "focus"}
+OPTIONAL |= {"training", "focus", "timing"}
 
 
-@pytest.mark.parametrize("command", FULL)
-def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
-    data = data_of(FULL[command])
-    check = validator(command)
-    check.validate(data)
+@pytest.mark.parametrize("name", FULL)
+def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(name):
+    data = data_of(report(name))
+    check = validator(data["command"])
     paths = list(objects(data))
-    assert len(paths) > (1 if command == "layers" else 3)
+    assert len(paths) > (1 if name == "layers" else 3)
     for path in paths:
         for key in at(data, path):
             changed = copy.deepcopy(data)
@@ -108,33 +95,28 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
 
 
 @pytest.mark.parametrize(
-    ("report", "path", "wrong"),
+    ("name", "path", "wrong"),
     [
-        (TRACE, "attentions.0.stages.0.name", "queries"),
-        (TRACE, "attentions.0.stages.0.nbytes", -1),
-        (TRACE, "attentions.0.stages.0.memory", "shared"),
-        (TRACE, "proof.noise_floor", "nan"),
-        (TRACE, "schema_version", 1),
-        (FULL_PARAMS, "parameters.0.share", 1.5),
-        (FULL_PARAMS, "parameters.0.heads.0.rows", [0]),
-        (COMPARE, "outcome", "equal"),
-        (DIFF, "first_differing_stage", "nowhere"),
-        (DIFF, "noise.sides", ["both"]),
-        (LAYERS, "layers.0.formula", 4),
-        (CHECKPOINT_DIFF, "tensors.0.verdict", "same"),
+        ("trace", "attentions.0.stages.0.name", "queries"),
+        ("trace", "attentions.0.stages.0.nbytes", -1),
+        ("trace", "attentions.0.stages.0.memory", "shared"),
+        ("trace", "proof.noise_floor", "nan"),
+        ("trace", "schema_version", 1),
+        ("params", "parameters.0.share", 1.5),
+        ("compare-heads", "outcome", "equal"),
+        ("diff", "first_differing_stage", "nowhere"),
+        ("diff-checkpoints", "tensors.0.verdict", "same"),
     ],
 )
-def test_a_wrong_value_is_noticed(report, path, wrong):
-    data = data_of(report)
-    check = validator(data["command"])
-    check.validate(data)
+def test_a_wrong_value_is_noticed(name, path, wrong):
+    data = data_of(report(name))
     *parents, last = path.split(".")
     at(data, ".".join(parents))[last] = wrong
-    assert not check.is_valid(data)
+    assert not validator(data["command"]).is_valid(data)
 
 
 def test_what_was_not_asked_for_is_left_out_and_what_is_not_known_is_null():
-    data = data_of(TRACE)
+    data = data_of(trace())
     assert "ops" not in data
     assert not {"stats", "values"} & set(data["attentions"][0]["stages"][0])
     assert data["path"]["reason"] is None
@@ -144,8 +126,9 @@ def test_what_was_not_asked_for_is_left_out_and_what_is_not_known_is_null():
 def test_numbers_that_json_has_not_are_strings():
     stats = Stats(math.nan, math.inf, -math.inf, 0.1 + 0.2, 1, 2, 3)
     values = Values("", [[math.nan, 1.5], [-math.inf, math.inf], [True, 7]])
-    stage = replace(STAGES[9], stats=stats, values=values)
-    data = data_of(replace(TRACE, attentions=(replace(ATTENTION, stages=(stage,)),)))
+    (attention,) = trace().attentions
+    stage = replace(attention.stages[9], stats=stats, values=values)
+    data = data_of(replace(trace(), attentions=(replace(attention, stages=(stage,)),)))
     validator("trace").validate(data)
     found = data["attentions"][0]["stages"][0]
     assert [found["stats"][key] for key in ("mean", "std", "min", "max")] == ["NaN", "Infinity", "-Infinity", 0.1 + 0.2]

@@ -11,20 +11,13 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.ranks import with_copies
-from mha_inspect.reports.trace import DecodeProof, Rank, Step
+from mha_inspect.reports.trace import DecodeProof, Rank
 
-from .trace_samples import TRACE
+from .samples import STEPS, trace
 
 
 def page_of(module: nn.Module, *args: torch.Tensor) -> str:
     return repr(mha_inspect.trace(module.eval(), *args))
-
-
-def test_the_answer_comes_first_and_kernels_after_it() -> None:
-    x = torch.randn(2, 5, 12)
-    page = page_of(nn.MultiheadAttention(12, 3, batch_first=True), x, x, x)
-    order = [page.index(title) for title in ("nothing wrong", "attention: self", "\nstage ", "\nreturns ", "\nkernel ")]
-    assert order == sorted(order)
 
 
 def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_turns() -> None:
@@ -43,16 +36,6 @@ def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_
     assert torch.equal(inside[4 * 3 + 2], q[:, 4, 8:12])
 
 
-def test_what_needs_no_explanation_has_none() -> None:
-    class Plain(nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return (q @ k.mT * 0.5).softmax(-1) @ v
-
-    page = page_of(Plain(), *(torch.randn(2, 3, 5, 4) for _ in range(3)))
-    assert "counts fastest" not in page
-    assert "sequence-first" not in page
-
-
 def test_the_heads_of_a_model_are_folded() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), 2).eval()
     report = mha_inspect.params(model, torch.randn(2, 5, 12), per_head=True)
@@ -69,9 +52,6 @@ def test_the_heads_of_a_model_are_folded() -> None:
         assert piece.rows == (4 * piece.head + offset, 4 * piece.head + offset + 4)
 
 
-STEPS = (Step(9, 0, 9, (1, 2, 9, 9), 1536, 1_400_000), Step(1, 9, 1, (1, 2, 1, 10), 2048, 155_000))
-
-
 @pytest.mark.parametrize(
     ("proof", "sentence"),
     [
@@ -79,7 +59,6 @@ STEPS = (Step(9, 0, 9, (1, 2, 9, 9), 1536, 1_400_000), Step(1, 9, 1, (1, 2, 1, 1
             (1.4e-6, 1e-7, 1.2e-6, 1.2, "same"),
             "every call equals that of one forward over all 10 tokens: difference 1.4e-06, r",
         ),
-        ((0.0, 0.0, None, 0.0, "same"), "every call equals that of one forward over all 10 tokens: difference 0\n"),
         (
             (0.5, 0.1, 1.2e-6, 4e5, "differs"),
             "a call DIFFERS from that of one forward over all 10 tokens: difference 0.5, ",
@@ -88,7 +67,7 @@ STEPS = (Step(9, 0, 9, (1, 2, 9, 9), 1536, 1_400_000), Step(1, 9, 1, (1, 2, 1, 1
     ],
 )
 def test_the_calls_of_a_loop_come_first_and_their_proof_before_that_of_kernels(proof, sentence) -> None:
-    page = repr(replace(TRACE, steps=STEPS, decode=DecodeProof(*proof, 10)))
+    page = repr(replace(trace(), steps=STEPS, decode=DecodeProof(*proof, 10)))
     first, *rows = page.partition("2 calls: the last is shown below\n")[2].splitlines()[:3]
     assert first.split() == ["step", "queries", "past", "new", "scores", "cache", "FLOPs"]
     assert rows[0].split() == ["prompt", "9", "0", "9", "[1,", "2,", "9,", "9]", "1.5", "KiB", "1.4", "MFLOP"]
@@ -103,7 +82,7 @@ def _rank(number: int, heads: int = 2, flops: int = 900) -> Rank:
 
 
 def _rows(*ranks: Rank) -> list[list[str]]:
-    lines = repr(replace(TRACE, ranks=with_copies(ranks))).splitlines()
+    lines = repr(replace(trace(), ranks=with_copies(ranks))).splitlines()
     start = next(number for number, line in enumerate(lines) if re.match(r"[\d,]+ ranks", line))
     return [re.split(r"\s{2,}", line.strip()) for line in lines[start : lines.index("", start)]]
 
@@ -118,70 +97,13 @@ def test_ranks_that_are_alike_are_one_row_and_the_balance_is_the_busiest_beside_
     assert last[:4] == ["4", "3", "1, copied", "64–87"]
 
 
-def test_a_thousand_ranks_are_one_row() -> None:
-    title, _, row = _rows(*map(_rank, range(1024)))
-    assert title == ["1,024 ranks"]
-    assert row[0] == "0–1023"
-
-
 def test_keys_are_copies_where_ranks_with_other_queries_have_them() -> None:
     replicas = [_rank(0), replace(_rank(0), rank=1)]
     assert not any(rank.kv_copied for rank in with_copies(replicas))
     assert all(rank.kv_copied for rank in with_copies([*replicas, _rank(2)]))
 
 
-class SplitWrongly(nn.Module):
-    """Heads without a transpose: by a view to `batch heads positions head_dim`, or left behind the positions."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        if self.way == "view":
-            return x.view(len(x), 3, -1, 4)
-        heads = x.unflatten(-1, (3, 4))
-        return heads if self.way == "behind" else heads.transpose(-2, -3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self.split(side(x)) for side in (self.q, self.k, self.v))
-        context = (q @ k.mT / 2).softmax(-1) @ v
-        return self.o(context.reshape(x.shape) if self.way != "right" else context.transpose(-2, -3).flatten(-2))
-
-
-@pytest.mark.parametrize(
-    ("way", "shape", "over"),
-    [
-        ("view", (2, 7, 12), "over pieces of tokens"),
-        ("behind", (7, 12), "over the heads within each token"),
-        ("right", (2, 7, 12), ""),
-    ],
-)
-def test_heads_that_were_split_wrongly_are_said_once(way: str, shape: tuple[int, ...], over: str) -> None:
-    torch.manual_seed(0)
-    module, x = SplitWrongly(way).eval(), torch.randn(shape)
-    trace = mha_inspect.trace(module, x)
-    (attention,) = trace.attentions
-    assert attention.kind == (("self", over) if over else ("self",))
-    assert (attention.num_heads, attention.num_kv_heads) == (3, 3)
-    page = str(trace)
-    assert page.startswith("1 problem: " if over else "nothing wrong")
-    assert "Attention runs" not in page
-    assert [page.count(finding.sentence.removesuffix(".")) for finding in trace.findings] == ([1] if over else [])
-    # A recorded block is not judged, and its last line says it.
-    with mha_inspect.recording() as seen:
-        module(x)
-    last = str(seen.trace).splitlines()[-1]
-    assert f"Attention runs {over}: " in last if over else "Attention runs" not in last
-    # A changed token has an effect on the others, or in its own row alone.
-    changed = x.clone()
-    changed[..., 0, :] += 1
-    rows = (module(changed) - module(x)).abs().amax(-1)[..., 1:]
-    assert bool((rows > 0).any()) == (over != "over the heads within each token")
-
-
 def test_steps_that_were_not_compared_say_why() -> None:
     proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
-    page = repr(replace(TRACE, steps=STEPS, decode=proof))
+    page = repr(replace(trace(), steps=STEPS, decode=proof))
     assert "The steps were not compared with one forward over all 10 tokens: the forward draws random" in page

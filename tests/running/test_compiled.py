@@ -89,9 +89,13 @@ def test_a_block_says_that_compiled_functions_cannot_be_seen():
     assert note == "The module is using a compiled function (torch.compile). This run used the original Python code."
 
 
-def test_a_module_without_compiled_functions_has_no_note():
-    module, x = Attention(attend).eval(), torch.randn(2, 5, 8)
-    with torch.no_grad(), mha_inspect.recording() as seen:
-        module(x)
+def test_what_torch_jit_traced_runs_as_it_does_alone():
+    x = torch.randn(2, 5, 8)
+    module = nn.Sequential(nn.Linear(8, 8), torch.jit.trace(Attention(attend).eval(), x), nn.ReLU())
+    with torch.no_grad():
+        expected = module(x)
+        with mha_inspect.recording() as seen:
+            assert torch.equal(module(x), expected)
+    assert len(seen.trace.attentions) == 1
     assert not any("compiled" in note for note in seen.trace.notes)
     assert "every stage is exactly what PyTorch computed" in str(seen.trace)

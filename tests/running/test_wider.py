@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ from mha_inspect.running.subject import Subject
 
 from ..corpus.entry import hidden
 from ..corpus.every import ENTRIES, entries
-
-TARGETS = str(Path(__file__).parents[1] / "call" / "styles.py")
 
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
@@ -54,7 +50,7 @@ def without_names(report: Trace) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in entries() if ENTRIES[name].given is hidden][::8])
+@pytest.mark.parametrize("name", [name for name in entries() if ENTRIES[name].given is hidden][::16])
 def test_a_batch_of_one_has_the_names_of_a_batch_of_three(name: str) -> None:
     module = ENTRIES[name].made().eval()
     single, two, three = (ENTRIES[name].arguments(batch, 12)[0][0] for batch in (1, 2, 3))
@@ -125,26 +121,6 @@ def test_a_large_run_is_not_made_twice(monkeypatch):
     assert ran == [2, 5]
 
 
-SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")
-
-
-def data_of(invoke: Any, *line: str) -> Any:
-    code, out, err = invoke(*line, "--json")
-    assert code in (0, 1), err
-    return json.loads(out)
-
-
-@pytest.mark.parametrize("side", ["torch"])
-def test_diff_names_one_sequence_as_it_names_three(invoke, side):
-    line = ("diff", f"{TARGETS}:Configured", side, *SMALL)
-    single, three = (data_of(invoke, *line, "--batch", batch) for batch in "13")
-    for name in ("left", "right"):
-        assert [(row["name"], row[name]["axes"]) for row in single["stages"] if row[name]] == [
-            (row["name"], row[name]["axes"]) for row in three["stages"] if row[name]
-        ]
-    assert [row["verdict"] for row in single["stages"]] == [row["verdict"] for row in three["stages"]]
-
-
 def axes_in_library(module: nn.Module, *args: Tensor) -> list[dict[str, str]]:
     with torch.no_grad():
         report = mha_inspect.trace(module, *args)
@@ -168,7 +144,7 @@ def test_what_a_run_may_change_is_not_run_a_second_time() -> None:
 
         calls = 0
 
-    class Cached(nn.Module):
+    class Cached(nn.Identity):
         def forward(self, x: Tensor, cache: Cache) -> Tensor:
             cache.calls += 1
             return (x @ x.mT).softmax(-1) @ x
@@ -177,17 +153,3 @@ def test_what_a_run_may_change_is_not_run_a_second_time() -> None:
     with torch.no_grad():
         mha_inspect.trace(Cached(), torch.randn(1, 5, 12), cache)
     assert cache.calls == 1
-
-
-def test_one_token_first_beside_a_mask_of_padding_has_the_names_of_three() -> None:
-    """The tokens are the first dimension of the queries, and the second one of the mask."""
-    layer = nn.MultiheadAttention(4, 2, add_zero_attn=True).eval()
-
-    def axes(tokens: int) -> list[tuple[str, str]]:
-        x = torch.randn(tokens, 2, 4)
-        padding = torch.zeros(2, tokens, dtype=torch.bool)
-        (attention,) = mha_inspect.trace(layer, x, x, x, key_padding_mask=padding).attentions
-        return [(stage.name, stage.axes) for stage in attention.stages]
-
-    assert axes(1) == axes(3)
-    assert dict(axes(1))["query"] == "query batch embed"

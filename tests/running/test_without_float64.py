@@ -12,27 +12,14 @@ import mha_inspect
 from mha_inspect.errors import InputError
 from mha_inspect.running.subject import Subject
 
-
-class Attention(nn.Module):
-    def __init__(self, num_heads: int = 3) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return self.out(self.between((weights @ v).transpose(1, 2).flatten(2)))
-
-    def between(self, x: Tensor) -> Tensor:
-        return x
+from ..call.styles import Attention
 
 
 class InFloat32(Attention):
     """Does a part of it in float32, whatever it is in."""
 
-    def between(self, x: Tensor) -> Tensor:
-        return x.float()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attended(x.float())
 
 
 class Uncopied(Attention):
@@ -47,7 +34,7 @@ def x() -> Tensor:
 
 def seeded(kind: type[Attention], num_heads: int = 3) -> Attention:
     torch.manual_seed(1)
-    return kind(num_heads).eval()
+    return kind(12, num_heads).eval()
 
 
 @pytest.mark.parametrize("kind", [InFloat32, Uncopied])

@@ -58,6 +58,8 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
         raise NotPossibleError("the mask hides the keys of all tokens of this call")
     if _is_muted(evidence):
         raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
+    if _is_picked_by_number(evidence):
+        raise NotPossibleError("the result picks entries of a table, which may be the same for another token")
     # A token that a mask hides from every other query proves nothing: others are named where there are any.
     visible = [token for token in reach if token in evidence.seen_by_others]
     if visible and not any(_is_weighed_by_others(evidence, token) for token in visible):
@@ -111,6 +113,13 @@ def _is_muted(evidence: Evidence) -> bool:
         if value is not None and not bool(value.any()):
             return True
     return False
+
+
+def _is_picked_by_number(evidence: Evidence) -> bool:
+    """Return whether the result of attention becomes whole numbers on the way to the output, e.g. the nearest code."""
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = _path_to_outputs(evidence, contexts)
+    return any(op.output.dtype.startswith("int") for op in path)
 
 
 def _factors_of_result(evidence: Evidence) -> Iterator[TensorRef]:

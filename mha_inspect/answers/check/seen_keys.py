@@ -386,6 +386,8 @@ class SeenKeys:
             return "each query sees only itself"
         if self.is_causal:
             return self._causal_words()
+        if not bool(self.pairs.any()):
+            return "no query sees a key"
         mirrored = int(self.distance[self.pairs].abs().max())
         if torch.equal(self.pairs, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"
