@@ -5,7 +5,7 @@ A case is added where its kind is, and no test is written for it:
 - A right module: `@attends(...)`, `register` or `has_none` (`entry.py`), in the file of its topic. What is true of it
   is a `Truth`: heads, axes of each stage, scale, whose the rows of parameters are, kind, position; further its twin,
   which computes the same with the same parameters, and the intent that is meant. `test_truth`, `test_numbers`,
-  `test_parameters`, `test_check` and `test_state` ask all of them.
+  `test_parameters` and `test_check` ask all of them.
 - One softmax, written in another way: a function in `spellings.py` and its `Meaning`.
 - A mistake that runs, beside its right twin: a `Case` in `planted.py` or `wrong_*.py`, with the check that is to find
   it and the smallest intent that tells it. `test_planted`: each is found, and no twin is accused.

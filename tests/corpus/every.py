@@ -8,7 +8,7 @@ from .entry import ENTRIES as ENTRIES
 from .entry import entries as entries
 
 KINDS = """base separate packed grouped loops windows positions weighing
-    variants inside claims published idioms near""".split()  # noqa: SIM905
+    variants inside claims published owned idioms near""".split()  # noqa: SIM905
 
 for kind in KINDS:
     import_module(f".{kind}", __package__)

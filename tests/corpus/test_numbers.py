@@ -121,8 +121,8 @@ def test_a_scale_that_is_no_number_is_one_for_each_head() -> None:
     assert math.isnan(traced("UnitHeads").attentions[0].scale)
 
 
-def assert_close(left: Tensor, right: Tensor) -> None:
+def assert_close(left: Tensor, right: Tensor, rtol: float = 2e-4) -> None:
     """Assert that numbers are equal within float32's rounding, where neither was masked with a huge number."""
     left, right = torch.broadcast_tensors(left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0))
     seen = (left.abs() < 1e6) & (right.abs() < 1e6)
-    torch.testing.assert_close(left[seen], right[seen], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(left[seen], right[seen], rtol=rtol, atol=2e-4)

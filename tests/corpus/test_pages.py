@@ -27,9 +27,14 @@ from .test_planted import report_of
 
 TRACED = """Base Fused FusedCausal Einsum EinsumWeights FoldBatchHeads KeyFirst Image Pooled LearnedQuery NanoGpt
     KeepMask Fairseq Llama Cross SlidingWindow Blocks Vit TorchBlock PerHead LanguageModel StaticCache Slots FewerKeys
-    Near Mixing PackedConvolution OverFeatures Lowered UnitHeads Retention OneQueryAtATime""".split()  # noqa: SIM905
+    Near Mixing PackedConvolution OverFeatures Lowered UnitHeads OneQueryAtATime Additive SideBySide Memory GivenPast
+    LatentQueries Streams Absorbed GivenMean DifferentialMaps UnlikeScales EverySecondCausal Sampled Rolled
+    ExponentialFeatures""".split()  # noqa: SIM905
 """Entries of every kind: plain, fused, folded, masked, windowed, rotated, cached, packed, looped, and without any."""
-PARAMETERS = "Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys".split()  # noqa: SIM905
+PARAMETERS = """Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys PickedKeys PackedKeys
+    GroupedPieces ProjectedTwice Mixing SpectralNorm MergedLora LowRankQuery RowsReversed Adapted HeadsBackwards
+    WideValues HeadsPicked BesideFeedForward TransposedConvolution Absorbed Streams Memory LatentQueries
+    OutputOfEachHead GivenMean SharedKeysAndValues""".split()  # noqa: SIM905
 RIGHT = "Base NanoGpt KeepMask Llama SlidingWindow TorchBlock Slots".split()  # noqa: SIM905
 
 
