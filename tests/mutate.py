@@ -1,4 +1,4 @@
-"""Change the package, one operator at a time, and print the changes that the corpus does not see. Not part of the suite.
+"""Change the package, an operator at a time, and print the changes that the corpus does not see. No part of the suite.
 
     python -m tests.mutate                        # 60 changes, drawn with seed 1, in two processes
     python -m tests.mutate --seed 2 --count 20 --room record
@@ -42,9 +42,9 @@ LEAVING = {
     "naming": "heads roles",
     "answers": """continuation diff_reasons lookalikes mask_reasons norm_reasons rank_differences row_orders same_tokens
         stage_reasons""",
-    "answers/check": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes idle_masks
-        inverted item_masks masked_runs mixed_items mixing newest one_position padded_runs repeated_keys replay same
-        seen_keys sight slots""",
+    "answers/check": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes
+        idle_masks inverted item_masks masked_runs mixed_items mixing newest one_position padded_runs repeated_keys
+        replay same seen_keys sight slots""",
     "answers/failure": """compared dtypes head_counts large_numbers norms padding_masks position_tables sequences""",
     "answers/checkpoint": "*",
 }
@@ -224,9 +224,9 @@ def install(mutant: Mutant) -> bool:
     found = False
     for thing in gc.get_objects():
         if isinstance(thing, FunctionType) and thing.__code__.co_filename == str(path):
-            if (thing.__code__.co_firstlineno, thing.__code__.co_name) == mutant.function:
-                thing.__code__ = code
-                found = True
+            is_it = (thing.__code__.co_firstlineno, thing.__code__.co_name) == mutant.function
+            thing.__code__ = code if is_it else thing.__code__
+            found = found or is_it
     return found
 
 
@@ -327,7 +327,7 @@ def map_of(session: Session, processes: int) -> Map:
 
 
 def chosen(tests: list[str]) -> list[str]:
-    """Return the tests that are run for a change: the quickest of each test function first, and further ones in turn."""
+    """Return the tests that are run for a change: the quickest of each test function, and then further ones in turn."""
     groups: dict[str, list[str]] = {}
     for test in tests:
         groups.setdefault(test.partition("[")[0], []).append(test)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -412,3 +413,81 @@ in_turn(
     *(replace(ONE, scale=(at + 1) * HEAD_DIM**-0.5) for at in range(HEADS)),
 )
 in_turn("EverySecondCausal", lambda: HeadsInTurn(every_second_causal), MASKED, ONE, MASKED, ONE)
+
+
+class Biased(nn.Module):
+    """Norms the projected queries, before or after they are split into heads, and the input of W_o."""
+
+    def __init__(self, by_head: bool) -> None:
+        super().__init__()
+        self.by_head, self.qkv, self.out = by_head, nn.Linear(12, 36), nn.Linear(12, 12)
+        self.norm, self.last = nn.LayerNorm(4 if by_head else 12), nn.LayerNorm(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q = q if self.by_head else self.norm(q)
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k, v))
+        context = ((self.norm(q) if self.by_head else q) @ k.mT / 2).softmax(-1) @ v
+        return self.out(self.last(context.transpose(1, 2).flatten(2)))
+
+
+class Gated(nn.Module):
+    """Gates the context, or the values, by a projection of the input, which may be packed with others."""
+
+    def __init__(self, kind: str, heads: int = 3) -> None:
+        super().__init__()
+        self.kind, self.heads = kind, heads
+        self.qkv, self.out = nn.Linear(12, 48 if kind == "packed" else 36), nn.Linear(12, 12)
+        if kind != "packed":
+            self.gate = nn.Linear(12, heads if kind == "by head" else 12)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, *packed = map(self.split, self.qkv(x).split(12, -1))
+        gate = packed[0] if packed else self.split(self.gate(x))
+        weights = (q @ k.mT / 2).softmax(-1)
+        if self.kind == "values":
+            return self.merged(weights @ (v * gate.sigmoid()))
+        return self.merged((weights @ v) * gate.sigmoid())
+
+    def merged(self, context: torch.Tensor) -> torch.Tensor:
+        return self.out(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    """A language model: its head is its embedding, its layers repeat, and it has a mask and a table."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 12), nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.positions = nn.Parameter(torch.zeros(5, 12))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True) for _ in range(depth))
+        self.unused = nn.Linear(12, 12)
+        self.register_buffer("mask", torch.ones(5, 5).tril())
+        self.register_buffer("table", torch.zeros(5, 4, dtype=torch.float64), persistent=False)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class InTurn(nn.Module):
+    """One matrix for queries, keys and values, whose rows are in the order of an einops pattern."""
+
+    def __init__(self, order: str, *, by_matrix: bool = False) -> None:
+        super().__init__()
+        self.order, self.by_matrix = order, by_matrix
+        self.weight, self.o = nn.Parameter(torch.randn(36, 12)), nn.Linear(12, 12)
+        if by_matrix:
+            self.weight = nn.Parameter(torch.randn(12, 36))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x @ self.weight if self.by_matrix else x @ self.weight.T
+        q, k, v = rearrange(rows, f"b t ({self.order}) -> qkv b h t (half d)", h=3, qkv=3, half=2)
+        return self.o(rearrange((q @ k.mT / 2).softmax(-1) @ v, "b h t d -> b t (h d)"))

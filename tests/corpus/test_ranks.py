@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,79 +24,22 @@ from mha_inspect.layers.split_heads import SplitHeadsAttention
 from mha_inspect.record.ranks import wait
 from mha_inspect.running.subject import Subject
 
+from .ranks import (
+    GOOD,
+    Attention,
+    ChangesItsInput,
+    Last,
+    Mapped,
+    NormedOverHeads,
+    Packed,
+    Transposed,
+    WithLayer,
+    by_hand,
+    computed,
+    with_one_weight,
+)
+
 pytest.importorskip("torch.distributed._local_tensor")
-
-GOOD = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
-
-
-class Attention(nn.Module):
-    """Attention that computes its own number of heads from what it gets."""
-
-    def __init__(self, width: int = 24, head_dim: int = 3) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.q(x), self.k(x), self.v(x)
-
-    def returned(self, weights: Tensor, output: Tensor) -> Any:
-        return output
-
-    def forward(self, x: Tensor) -> Any:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.projected(x))
-        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
-        return self.returned(weights, self.o((weights @ v).transpose(1, 2).flatten(2)))
-
-
-class WithLayer(Attention):
-    """Attention before a further layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(24, 24)
-
-    def returned(self, weights: Tensor, output: Tensor) -> Tensor:
-        return self.extra(output)
-
-
-class Packed(Attention):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.q, self.k, self.v
-        self.qkv = nn.Linear(24, 72)
-
-    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(x).chunk(3, -1)
-
-
-class Transposed(Attention):
-    """W_q and W_k in nn.Linear, and W_v in the last columns of a parameter, as in Conv1D of GPT-2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(24, 72) / 5)
-
-    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.q(x), self.k(x), (x @ self.qkv).split(24, -1)[2]
-
-
-class NormedOverHeads(Attention):
-    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k = (nn.functional.rms_norm(p(x), (p.out_features,)) for p in (self.q, self.k))
-        return q, k, self.v(x)
-
-
-def with_one_weight(first: str, second: str) -> Attention:
-    module = Attention()
-    module.get_submodule(second).weight = module.get_submodule(first).weight
-    return module
-
-
-def computed(parametrize: Callable[[nn.Module], Any]) -> Attention:
-    module = Attention()
-    parametrize(module.q)
-    return module
 
 
 def subject(module: nn.Module, *args: Tensor) -> Subject:
@@ -212,35 +154,6 @@ def test_what_cannot_be_cut_is_said_with_the_reason(module: nn.Module, ranks: in
     assert reason in str(refused.value)
 
 
-class Rowwise(nn.Module):
-    """A rank's columns of W_o, written by hand; the sum over ranks and the bias may be wrong."""
-
-    def __init__(self, whole: nn.Linear, mesh: Any, *, reduces: bool, bias_everywhere: bool) -> None:
-        super().__init__()
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        self.weight = nn.Parameter(distribute_tensor(whole.weight, mesh, [Shard(1)], src_data_rank=None))
-        self.bias, self.reduces, self.bias_everywhere = whole.bias, reduces, bias_everywhere
-
-    def forward(self, x: Tensor) -> Tensor:
-        import torch.distributed as dist
-
-        out = nn.functional.linear(x, self.weight.to_local(), self.bias if self.bias_everywhere else None)  # type: ignore[operator]
-        if self.reduces:
-            dist.all_reduce(out)
-        return out if self.bias_everywhere else out + self.bias
-
-
-def by_hand(reduces: bool, bias_everywhere: bool) -> Callable[[Attention, Any], None]:
-    def cut(module: Attention, mesh: Any) -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        module.o = Rowwise(module.o, mesh, reduces=reduces, bias_everywhere=bias_everywhere)  # type: ignore[assignment]
-        parallelize_module(module, mesh, {name: ColwiseParallel() for name in "qkv"}, src_data_rank=None)
-
-    return cut
-
-
 def test_a_group_that_could_not_be_made_breaks_no_later_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a name, so that the next group has another; torch caches results with the group of an earlier mesh."""
     monkeypatch.delenv("RANK", raising=False)
@@ -311,13 +224,6 @@ def test_a_plan_that_asks_for_its_rank_is_refused(asks: str) -> None:
         sharded(subject(Attention()), Show(), 2, Plan(code=cut))
 
 
-class Mapped(Attention):
-    """Returns the weights before the output, as a mapping."""
-
-    def returned(self, weights: Tensor, output: Tensor) -> dict[str, Tensor]:
-        return {"mean": weights.mean((-1, -3)), "out": output}
-
-
 def test_every_result_is_compared() -> None:
     made = subject(Mapped())
     assert sharded(made, Show(), 2)[0].proof.agrees
@@ -327,11 +233,6 @@ def test_every_result_is_compared() -> None:
     assert isinstance(made.module, Mapped)
     # The mean over keys is 1 / keys, whatever the weights are; the bias was added twice.
     assert trace.proof.max_abs_difference == pytest.approx(float(made.module.o.bias.detach().abs().max()), rel=1e-3)
-
-
-class ChangesItsInput(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(1.5))
 
 
 def test_a_module_that_changes_its_input_gets_the_same_input_in_each_run() -> None:
@@ -411,18 +312,6 @@ def test_one_head_of_one_feature_has_no_whole_shape() -> None:
     trace, _ = sharded(subject(Attention(4, 1), torch.randn(2, 5, 4)), Show(), 4)
     assert trace.proof.agrees
     assert [stage.whole for stage in trace.attentions[0].stages if stage.whole is not None] == []
-
-
-class Last(Attention):
-    """A mean over the features of a projection after W_o."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.after = nn.Linear(24, 24)
-        self.unused = nn.Linear(24, 24)
-
-    def returned(self, weights: Tensor, output: Tensor) -> Tensor:
-        return self.after(output).mean(-1)
 
 
 def test_dtensors_do_not_hide_that_a_plan_is_wrong() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.trace import traced
@@ -16,10 +15,10 @@ from mha_inspect.naming import named_run
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Run, Subject
-from tests.corpus.entry import E
-from tests.corpus.every import ENTRIES
 
-LAYERS, DIFFERENT = 6, 3
+from .every import ENTRIES
+from .stacks import DIFFERENT, LAYERS, Layer, Model, Picking, Pieces, Returning, Skipping, Stack
+
 """How many layers a stack has, and which of them differs where one does."""
 
 
@@ -48,23 +47,6 @@ def number_of_distinct(run: Run) -> int:
 
 
 # -- any implementation -----------------------------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    """Several layers of one class, with or without a residual."""
-
-    def __init__(self, make: Callable[[], nn.Module], residual: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(LAYERS))
-        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(LAYERS))
-        self.residual = residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            y = layer(x)
-            y = y[0] if isinstance(y, tuple) else y
-            x = norm(x + y) if self.residual else y
-        return x
 
 
 KINDS = {
@@ -108,38 +90,6 @@ def require_same_parameters(monkeypatch: pytest.MonkeyPatch, module: nn.Module, 
 
 
 # -- one layer that differs -------------------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """An attention whose scale, mask, bias or projection may be those of no other layer."""
-
-    def __init__(self, width: int = 24, heads: int = 3) -> None:
-        super().__init__()
-        self.heads, self.scale, self.kernel = heads, 0.5, False
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.register_buffer("mask", torch.ones(7, 7, dtype=torch.bool).tril())
-        self.register_buffer("bias", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        self.keys = k
-        if self.kernel:
-            context = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        else:
-            scores = q @ k.mT * self.scale + self.bias
-            context = scores.masked_fill(~self.mask, -torch.inf).softmax(-1) @ v
-        return x + self.o(context.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def layers(**settings: Any) -> list[Layer]:
@@ -187,21 +137,6 @@ def test_a_layer_whose_bias_has_another_content(monkeypatch: pytest.MonkeyPatch)
     assert number_of_distinct(run) == 6  # what is added may be a mask
 
 
-class Picking(Layer):
-    """A layer that picks the heads of its queries by a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.arange(24))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.q(x)[..., self.order], self.k(x), self.v(x))
-        )
-        return x + self.o(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
 def test_a_layer_that_picks_features_by_another_table(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     made = [Picking() for _ in range(LAYERS)]
@@ -224,16 +159,6 @@ def test_weights_that_two_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what comes after the layers --------------------------------------------------------------------------------------
 
 
-class Returning(Model):
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        states, keys = [], []
-        for layer in self.layers:
-            x = layer(x)
-            states.append(x)
-            keys.append(layer.keys)
-        return x, states, keys
-
-
 def test_what_each_layer_returns_has_the_axes_of_that_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, run = require_same_answers(monkeypatch, Returning(layers()), X)
     axes = [returned.axes for returned in trace.returns]
@@ -241,30 +166,9 @@ def test_what_each_layer_returns_has_the_axes_of_that_layer(monkeypatch: pytest.
     assert number_of_distinct(run) == 3
 
 
-class Skipping(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        states = []
-        for layer in self.layers:
-            x = layer(x)
-            states.append(x)
-        last: Tensor = self.layers[0](x + states[3])
-        return last
-
-
 def test_the_state_of_a_middle_layer_that_is_read_later_leaves_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = require_same_answers(monkeypatch, Skipping(layers()), X)
     assert number_of_distinct(run) == LAYERS + 1
-
-
-class Pieces(nn.Module):
-    """Equal operations on pieces that were made before them, of which three are query, key and value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        pieces = [piece.clone() for piece in x.chunk(6, -1)]
-        for piece in pieces:
-            piece.sin()
-        query, key, value = pieces[5], pieces[2], pieces[0]
-        return (query @ key.mT / 8**0.5).softmax(-1) @ value
 
 
 def test_equal_operations_on_tensors_from_before_are_no_layers() -> None:

@@ -16,11 +16,12 @@ from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.reports.params import Parameter
 from mha_inspect.running.subject import Subject
+from tests.built import built_layer
+from tests.layers.declared import ROLES
 
-from ..built import built_layer
-from ..corpus.entry import E
-from ..corpus.every import ENTRIES
-from ..layers.declared import ROLES
+from .entry import E
+from .every import ENTRIES
+from .owned import Biased, Gated, InTurn, Tied
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
@@ -107,22 +108,6 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
     assert said in row.role
 
 
-class Biased(nn.Module):
-    """Norms the projected queries, before or after they are split into heads, and the input of W_o."""
-
-    def __init__(self, by_head: bool) -> None:
-        super().__init__()
-        self.by_head, self.qkv, self.out = by_head, nn.Linear(12, 36), nn.Linear(12, 12)
-        self.norm, self.last = nn.LayerNorm(4 if by_head else 12), nn.LayerNorm(12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q = q if self.by_head else self.norm(q)
-        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k, v))
-        context = ((self.norm(q) if self.by_head else q) @ k.mT / 2).softmax(-1) @ v
-        return self.out(self.last(context.transpose(1, 2).flatten(2)))
-
-
 @pytest.mark.parametrize(
     ("by_head", "axes", "end"), [(True, "head_dim", "; not split by head"), (False, "(heads head_dim)", "")]
 )
@@ -132,31 +117,6 @@ def test_the_bias_of_a_norm_is_added(by_head: bool, axes: str, end: str) -> None
         norm, last = rows[f"norm.{name}"], rows[f"last.{name}"]
         assert (norm.axes, norm.role) == (axes, f"{said} the queries after their projection{end}")
         assert (last.axes, last.role) == ("(heads head_dim)", f"{said} the input of the projection to the output")
-
-
-class Gated(nn.Module):
-    """Gates the context, or the values, by a projection of the input, which may be packed with others."""
-
-    def __init__(self, kind: str, heads: int = 3) -> None:
-        super().__init__()
-        self.kind, self.heads = kind, heads
-        self.qkv, self.out = nn.Linear(12, 48 if kind == "packed" else 36), nn.Linear(12, 12)
-        if kind != "packed":
-            self.gate = nn.Linear(12, heads if kind == "by head" else 12)
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v, *packed = map(self.split, self.qkv(x).split(12, -1))
-        gate = packed[0] if packed else self.split(self.gate(x))
-        weights = (q @ k.mT / 2).softmax(-1)
-        if self.kind == "values":
-            return self.merged(weights @ (v * gate.sigmoid()))
-        return self.merged((weights @ v) * gate.sigmoid())
-
-    def merged(self, context: torch.Tensor) -> torch.Tensor:
-        return self.out(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 GATES = "; W_g gates the context before W_o"
@@ -197,27 +157,6 @@ def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
     assert report.notes == (
         "No attention was found. Each role is the class of the layer, or the operation that uses the parameter.",
     )
-
-
-class Tied(nn.Module):
-    """A language model: its head is its embedding, its layers repeat, and it has a mask and a table."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(11, 12), nn.Linear(12, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.positions = nn.Parameter(torch.zeros(5, 12))
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True) for _ in range(depth))
-        self.unused = nn.Linear(12, 12)
-        self.register_buffer("mask", torch.ones(5, 5).tril())
-        self.register_buffer("table", torch.zeros(5, 4, dtype=torch.float64), persistent=False)
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.positions
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 TOKENS = torch.zeros(2, 5, dtype=torch.long)
@@ -273,22 +212,6 @@ def test_reading_off_leaves_the_module_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in layer.parameters())
     assert "W_q: rows are the heads stacked, 5 each" in repr(report)
-
-
-class InTurn(nn.Module):
-    """One matrix for queries, keys and values, whose rows are in the order of an einops pattern."""
-
-    def __init__(self, order: str, *, by_matrix: bool = False) -> None:
-        super().__init__()
-        self.order, self.by_matrix = order, by_matrix
-        self.weight, self.o = nn.Parameter(torch.randn(36, 12)), nn.Linear(12, 12)
-        if by_matrix:
-            self.weight = nn.Parameter(torch.randn(12, 36))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x @ self.weight if self.by_matrix else x @ self.weight.T
-        q, k, v = rearrange(rows, f"b t ({self.order}) -> qkv b h t (half d)", h=3, qkv=3, half=2)
-        return self.o(rearrange((q @ k.mT / 2).softmax(-1) @ v, "b h t d -> b t (h d)"))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 
@@ -11,18 +9,7 @@ from mha_inspect import compare_heads
 from mha_inspect.answers.learning import few_threads
 from mha_inspect.running.subject import Subject
 
-
-class Slow(nn.Module):
-    """Takes longer the more heads it has."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv = heads, nn.Linear(6, 18)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02 * (self.heads - 1))
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+from .head_counts import Slow
 
 
 def test_the_head_count_that_sleeps_takes_longest_and_products_are_counted_by_hand():

@@ -8,39 +8,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.comparable_run import ComparableRun
 from mha_inspect.errors import InputError, RecordingError, SpecError
 
-DIM, BATCH, LENGTH = 30, 3, 7
-
-
-class Attention(nn.Module):
-    """Takes what a test varies: a mask, and whether W_q learns."""
-
-    def __init__(self, dim=DIM, n_head=1, mask=None, frozen=False):
-        super().__init__()
-        self.heads, self.mask = n_head, mask
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.register_buffer("ones", torch.ones(dim))
-        self.q.requires_grad_(not frozen)
-
-    def weights(self, x):
-        q, k = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k))
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if self.mask is not None:
-            scores = scores.masked_fill(self.mask, -math.inf)
-        return scores.softmax(-1)
-
-    def forward(self, x):
-        v = self.v(x * self.ones).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        context = self.weights(x) @ v
-        return self.o(context.transpose(1, 2).flatten(2))
-
-
-CAUSAL = torch.ones(LENGTH, LENGTH).triu(1) > 0
+from .head_counts import BATCH, CAUSAL, DIM, LENGTH, Attention, BestKeys, CausalOfMany, Noisy, Stack, Writing
 
 
 @pytest.fixture
@@ -182,22 +155,6 @@ def test_bad_calls(x):
         mha_inspect.compare_heads((1, 3), "torch", x)
 
 
-class Writing(Attention):
-    """Writes into what it was given."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        x.mul_(2)
-        return output
-
-
-class Noisy(Attention):
-    """Adds noise of its own, in eval mode as well."""
-
-    def forward(self, x):
-        return super().forward(x) + torch.rand(())
-
-
 def test_what_a_run_writes_into_its_input_no_other_gets(x):
     before = x.clone()
     torch.manual_seed(0)
@@ -219,24 +176,6 @@ def test_a_forward_that_draws_is_not_compared(x):
         mha_inspect.compare_heads((1, 2), lambda heads: Noisy(DIM, heads).eval(), x)
 
 
-class CausalOfMany(Attention):
-    """A fault: only more than two heads are masked."""
-
-    def weights(self, x):
-        self.mask = CAUSAL if self.heads > 2 else None
-        return super().weights(x)
-
-
-class BestKeys(Attention):
-    """No fault: each head keeps the best keys of its own scores."""
-
-    def weights(self, x):
-        q, k = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k))
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        least = scores.topk(3, -1).values[..., -1:]
-        return scores.masked_fill(scores < least, -math.inf).softmax(-1)
-
-
 def test_a_mask_of_one_head_count_alone_is_told_beside_the_split(x):
     def said(kind):
         return [line for line in mha_inspect.compare_heads((1, 2, 5), kind, x).answer if "Beside the split" in line]
@@ -245,17 +184,6 @@ def test_a_mask_of_one_head_count_alone_is_told_beside_the_split(x):
     assert sentence.endswith("query 0 sees keys 0–6 with 1 head and key 0 with 5 heads.")
     assert not said(Attention)
     assert not said(BestKeys)
-
-
-class Stack(nn.Module):
-    def __init__(self, heads, mask, depth=2):
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention(DIM, heads, mask) for _ in range(depth))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 def test_focus_tells_several_attentions_apart(x):
