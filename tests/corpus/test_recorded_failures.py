@@ -11,19 +11,9 @@ import torch
 from torch import nn
 
 import mha_inspect
+from tests.schemas import load_schema
 
-from ..schemas import load_schema
-
-
-class Clashing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x).view(2, 7, 3, 8).transpose(1, 2)
-        k = self.k(x).view(2, 7, 3, 8)
-        return q @ k.transpose(-2, -1)
+from .breaking import Clashing
 
 
 def test_a_recording_has_the_failure_of_a_block_that_raised():
@@ -59,7 +49,7 @@ def test_the_operation_that_was_dispatched_in_a_block_tells_the_cause():
     failure = seen.trace.failure
     assert (failure.call, failure.source.rpartition(":")[0]) == (
         "aten.view.default",
-        "tests/answers/test_recording_failure.py",
+        "tests/corpus/test_recorded_failures.py",
     )
     assert [(operand.name, operand.shape) for operand in failure.operands] == [("heads", (2, 7, 3, 8))]
     assert failure.cause.name == "not_contiguous"

@@ -9,40 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mha_inspect
 from mha_inspect import Intent
 from mha_inspect.errors import InputError
 from mha_inspect.reports.check import CheckReport
 
-from ...corpus.planted import B, D, E, H, N, Right
+from .planted import B, E, N, Right
+from .references import Elsewhere, Fused, Grouped, Unscaled
 
 X = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
-
-
-class Fused(nn.Module):
-    """The same attention under other names, in one matrix."""
-
-    scale = D**-0.5
-
-    def __init__(self, *, norm: bool = False) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
-        self.norm = nn.LayerNorm(E) if norm else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
-        return self.norm(self.out(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2)))
-
-
-class Unscaled(Fused):
-    scale = 1.0
-
-
-class Grouped(Right):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend(q, *(t.repeat_interleave(H // t.shape[1], 1) for t in (k, v)))
 
 
 def against(module: nn.Module, reference: nn.Module) -> CheckReport:
@@ -102,11 +79,6 @@ def test_weights_that_cannot_be_copied_are_not_compared(reference: Callable[[], 
 def test_a_reference_of_other_sizes_is_declined_with_both_shapes(reference: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(InputError, match=rf"the reference raises on these arguments: {why}.*Give a reference with"):
         against(drawn(Right, 1), drawn(reference, 1))
-
-
-class Elsewhere(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :1]
 
 
 def test_another_output_shape_needs_no_weights() -> None:

@@ -1,4 +1,4 @@
-"""Every test of a check draws the same weights and inputs, alone and among others."""
+"""Every test draws the same weights and inputs, alone and among others."""
 
 from __future__ import annotations
 

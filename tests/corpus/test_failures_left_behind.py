@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ForwardError, InputError
-from mha_inspect.render.formats import to_text
 from mha_inspect.reports.trace import Failure, Trace
+from tests.built import trace_module
+from tests.schemas import load_schema
 
-from ...built import trace_module
-from ...schemas import load_schema
+from .breaking import Block, Breaks
 
 MODULE = """
 import torch
@@ -66,40 +65,6 @@ def failure_of(module: nn.Module, *args: Any, **kwargs: Any) -> Failure:
     return failure
 
 
-class Breaks(nn.Module):
-    """Splits into 3 heads of 8, draws random numbers, counts its calls, then breaks in a way of the test's choosing."""
-
-    def __init__(self, broken: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.proj = nn.Linear(24, 24)
-        self.norm = nn.BatchNorm1d(7)
-        self.broken = broken
-        self.calls = 0
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        heads = torch.dropout(self.proj(self.norm(x)), 0.5, True).view(2, 7, 3, 8)
-        self.made.append(weakref.ref(heads))
-        return self.broken(heads)
-
-
-class Block(nn.Module):
-    """Calls a function, and counts how often its own functions are called."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        self.proj, self.qkv = nn.Linear(24, 24), nn.Linear(24, 120)
-        self.body, self.calls = body, 0
-
-    def counted(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.body(self, x)
-
-
 def view_badly(heads: torch.Tensor) -> torch.Tensor:
     return heads.view(2, 5, -1)
 
@@ -133,45 +98,6 @@ def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., An
     words = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
     assert sorted(words, key=page.index) == words
     assert page.count("k was split but not transposed") == 1
-
-
-class Projected(nn.Module):
-    """Query, key and value of a rule that breaks."""
-
-    def __init__(self, rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(3, 22)
-        self.rule = rule
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o(self.rule(self.q(x), self.k(x), self.v(x)))
-
-
-@pytest.mark.parametrize(
-    ("rule", "shapes", "absent"),
-    [
-        (  # products are multiplications and sums
-            lambda q, k, v: (q[:, :, None] * k[:, None]).sum(-1).softmax(-1) @ v[:, 1:],
-            {"scores": (7, 11, 11), "weights": (7, 11, 11), "q_proj": (7, 11, 5), "v_heads": (7, 10, 5)},
-            {"q_heads", "k_heads"},
-        ),
-        # scores without a dot product
-        (
-            lambda q, k, v: (q[:, :, None] + k[:, None]).tanh().sum(-1).softmax(-1) @ v,
-            {"weights": (7, 11, 11), "k_proj": (7, 11, 5), "context": (7, 11, 5)},
-            set(),
-        ),
-    ],
-)
-def test_stages_are_those_that_were_reached(
-    rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    shapes: dict[str, tuple[int, ...]],
-    absent: set[str],
-) -> None:
-    failure = failure_of(Projected(rule), torch.randn(7, 11, 22))
-    reached = {stage.name: stage.shape for stage in failure.completed if stage.name}
-    assert shapes.items() <= reached.items()
-    assert not absent & reached.keys()
 
 
 def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
@@ -385,11 +311,6 @@ def test_an_exception_that_was_caught_leaves_no_trace():
     assert trace_module(Breaks(recovers), torch.randn(2, 7, 24)).failure is None
 
 
-@pytest.fixture
-def trace() -> Trace:
-    return failed(Breaks(view_badly), torch.randn(2, 7, 24))
-
-
 @pytest.mark.parametrize(
     ("body", "call", "operands"),
     [
@@ -419,11 +340,3 @@ def test_a_forward_that_raises_once_alone_is_told_by_its_frames() -> None:
     failure = failure_of(Block(body), X)
     assert (failure.call, failure.op) == ("aten.view.default", "aten.view.default")
     assert [operand.shape for operand in failure.operands] == [(2, 7, 24)]
-
-
-def test_a_page_of_facts_says_that_there_is_no_more():
-    page = to_text(failed(Breaks(view_badly), torch.randn(2, 7, 24)), "plain")
-    assert "No attention was found" not in page
-    assert "outputs were not compared" not in page
-    assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
-    assert page.rstrip().endswith("No cause found; the values involved are above.")
