@@ -92,7 +92,8 @@ def test_the_other_way_round_it_is_the_same(files: Files, tmp_path: Path) -> Non
 def test_heads_that_nothing_tells_are_not_counted(tmp_path: Path) -> None:
     (files,) = (replace(files, config=None) for files in FILES if files.name == "SomeHeadsChanged")
     assert report_of(files, tmp_path).parts == ()
-    assert {len(part.differences) for part in report_of(replace(files, num_heads=6), tmp_path).parts} == {6, 2}
+    parts = report_of(replace(files, num_heads=6), tmp_path).parts
+    assert {len(part.differences) for part in parts if part.differences} == {6}
 
 
 def test_the_command_and_the_library_say_the_same(tmp_path: Path, invoke: Callable[..., Any]) -> None:
