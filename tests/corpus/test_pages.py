@@ -23,6 +23,7 @@ from .every_mistake import CASES, Case
 from .failing import FAILING
 from .pairs import PAIRS, Pair
 from .test_failing import called
+from .test_pairs import compared
 from .test_planted import report_of
 
 TRACED = """Base Fused FusedCausal Einsum EinsumWeights FoldBatchHeads KeyFirst Image Pooled LearnedQuery NanoGpt
@@ -127,5 +128,4 @@ def test_failure(name: str, snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_diff(pair: Pair, snapshot: SnapshotAssertion) -> None:
-    left, right = pair.made()
-    assert page(mha_inspect.diff(left, right, **pair.given())) == snapshot
+    assert page(compared(pair.name)[0]) == snapshot
