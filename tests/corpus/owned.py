@@ -12,6 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from mha_inspect.reports.trace import QKNorm
+
 from .claims import HEAD_DIM, HEADS, WIDTH, Heads
 from .entry import OUTPUT, Arguments, Entry, Truth, add, linears, register
 
@@ -491,3 +493,17 @@ class InTurn(nn.Module):
         rows = x @ self.weight if self.by_matrix else x @ self.weight.T
         q, k, v = rearrange(rows, f"b t ({self.order}) -> qkv b h t (half d)", h=3, qkv=3, half=2)
         return self.o(rearrange((q @ k.mT / 2).softmax(-1) @ v, "b h t d -> b t (h d)"))
+
+
+_of_twelve: dict[str, Any] = {
+    "heads": 3,
+    "head_dim": 4,
+    "given": lambda b, n: ((torch.randn(b, n, 12),), {}),
+    "rows": None,
+}
+owned("NormOfHeads", lambda: Biased(True), **_of_twelve, qk_norm=QKNorm("layer", "head"), joined=False)
+owned("NormOfAll", lambda: Biased(False), **_of_twelve, qk_norm=QKNorm("layer", "all"), joined=False, mixed=True)
+owned("GateOfFeatures", lambda: Gated("by feature"), **_of_twelve, joined=False)
+owned("GateOfHeads", lambda: Gated("by head"), **_of_twelve, joined=False)
+owned("GateOfValues", lambda: Gated("values"), **_of_twelve)
+owned("GatePacked", lambda: Gated("packed"), **_of_twelve, joined=False)

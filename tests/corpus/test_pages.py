@@ -35,7 +35,9 @@ TRACED = """Base Fused FusedCausal Einsum EinsumWeights FoldBatchHeads KeyFirst 
 PARAMETERS = """Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys PickedKeys PackedKeys
     GroupedPieces ProjectedTwice Mixing SpectralNorm MergedLora LowRankQuery RowsReversed Adapted HeadsBackwards
     WideValues HeadsPicked BesideFeedForward TransposedConvolution Absorbed Streams Memory LatentQueries
-    OutputOfEachHead GivenMean SharedKeysAndValues""".split()  # noqa: SIM905
+    OutputOfEachHead GivenMean SharedKeysAndValues Interleaved Conv1D EinsumWeights GroupedSliced Grouped NormedHeads
+    LowRank Loop RelativeBias Sinks Pooled Packed NormOfHeads NormOfAll GateOfFeatures GateOfHeads GateOfValues
+    GatePacked""".split()  # noqa: SIM905
 RIGHT = "Base NanoGpt KeepMask Llama SlidingWindow TorchBlock Slots".split()  # noqa: SIM905
 
 

@@ -21,16 +21,12 @@ from tests.layers.declared import ROLES
 
 from .entry import E
 from .every import ENTRIES
-from .owned import Biased, Gated, InTurn, Tied
+from .owned import InTurn, Tied
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
     report = params(Subject(module, args, kwargs), per_head=True)
     return {parameter.name: parameter for parameter in report.parameters}
-
-
-def style(name: str) -> nn.Module:
-    return ENTRIES[name].made()
 
 
 @pytest.mark.parametrize(
@@ -82,68 +78,6 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
             assert [(row.axes, row.role) for row in read] == told
         seen += 1
     assert seen >= 2
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "axes", "said"),
-    [
-        ("Interleaved", "qkv.weight", "(heads qkv head_dim) embed", "head by head: 5 rows of q, 5 of k, 5 of v each"),
-        ("Conv1D", "weight", "embed (qkv heads head_dim)", "side by side: columns 0–14, 15–29, 30–44"),
-        ("EinsumWeights", "w.0", "embed heads head_dim", "W_q: one matrix per head"),
-        ("GroupedSliced", "qkv.weight", "packed embed", "rows 0–29, 30–44, 45–59"),
-        ("Grouped", "k.weight", "(kv_heads head_dim) embed", "5 each, each for 3 query heads"),
-        ("NormedHeads", "q_norm.weight", "head_dim", "scales the queries after their projection; not split by head"),
-        ("LowRank", "q_a.weight", "latent embed", "projects the input down, before the queries; not split by head"),
-        ("LowRank", "kv_b.weight", "(heads packed) latent", "W_k, W_v head by head: 5 rows of k, 4 of v each"),
-        ("Loop", "q.1.weight", "head_dim embed", "W_q of head 1"),
-        ("RelativeBias", "table.weight", "num_embeddings embedding_dim", "added to the scores"),
-        ("Sinks", "sink", "3", "attention sinks: scores without a value"),
-        ("Pooled", "probe", "1 1 22", "the queries themselves: learned"),
-        ("Packed", "k.weight", "out_features in_features", "not used by this forward"),
-    ],
-)
-def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes: str, said: str) -> None:
-    row = read_off(style(name), torch.randn(7, 12, E))[parameter]
-    assert row.axes == axes
-    assert said in row.role
-
-
-@pytest.mark.parametrize(
-    ("by_head", "axes", "end"), [(True, "head_dim", "; not split by head"), (False, "(heads head_dim)", "")]
-)
-def test_the_bias_of_a_norm_is_added(by_head: bool, axes: str, end: str) -> None:
-    rows = read_off(Biased(by_head).eval(), torch.randn(2, 5, 12))
-    for name, said in (("weight", "scales"), ("bias", "added to")):
-        norm, last = rows[f"norm.{name}"], rows[f"last.{name}"]
-        assert (norm.axes, norm.role) == (axes, f"{said} the queries after their projection{end}")
-        assert (last.axes, last.role) == ("(heads head_dim)", f"{said} the input of the projection to the output")
-
-
-GATES = "; W_g gates the context before W_o"
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "axes", "roles"),
-    [
-        ("by feature", "gate", "(heads head_dim)", (f"W_g: rows are the heads stacked, 4 each{GATES}", "b_g")),
-        ("by head", "gate", "heads", (f"W_g: one row per head{GATES}", "b_g")),
-        ("values", "gate", "(heads head_dim)", ("gates the values", "gates the values")),
-        (
-            *("packed", "qkv", "(packed heads head_dim)"),
-            (
-                f"W_q, W_k, W_v, W_g stacked: rows 0–11, 12–23, 24–35, 36–47{GATES}",
-                "b_q, b_k, b_v, b_g concatenated: elements 0–11, 12–23, 24–35, 36–47",
-            ),
-        ),
-    ],
-)
-def test_a_gate_is_told_by_head(kind: str, name: str, axes: str, roles: tuple[str, str]) -> None:
-    module, x = Gated(kind), torch.randn(2, 5, 12)
-    by_name = read_off(module, x)
-    assert (by_name[f"{name}.weight"].role, by_name[f"{name}.bias"].role) == roles
-    assert by_name[f"{name}.bias"].axes == axes
-    formulas = {stage.name: stage.formula for stage in mha_inspect.trace(module, x).attentions[0].stages}
-    assert formulas["v_heads" if kind == "values" else "concat"].endswith(" in heads, then gate (sigmoid)")
 
 
 def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
@@ -203,7 +137,7 @@ def test_blocks_that_repeat_are_one_row_of_the_page() -> None:
 
 
 def test_reading_off_leaves_the_module_as_it_was() -> None:
-    layer = nn.Sequential(nn.BatchNorm1d(7), style("Base")).train()
+    layer = nn.Sequential(nn.BatchNorm1d(7), ENTRIES["Base"].made()).train()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     torch.manual_seed(5)
     state = torch.get_rng_state()
