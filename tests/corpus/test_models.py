@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -11,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.params import HeadSlice, ParamsReport
 from mha_inspect.running.subject import Subject
-from tests.corpus.test_parameters import cut
 
-from .truth import Shown, assert_true, attentions
+from .entry import Truth
+from .runs import Numbers
+from .test_parameters import cut
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,25 +98,21 @@ def weights_in(returned: Any) -> Any:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_weights_heads_and_scale_are_those_of_the_model(kind: str) -> None:
     given = {**inputs(kind, 5, 11), "output_attentions": True}
-    shown = attentions(model(kind), **given)
     with torch.no_grad():
+        told = mha_inspect.trace(model(kind), **given, keep=True).attentions
         left = list(weights_in(model(kind)(**given)))
-    assert len(shown) == len(left) == (6 if kind == "t5" else 2)
-    for place, attention in enumerate(shown):
-        assert_true(attention)
-        weights = attention.canonical("weights", "batch heads query key")
+    assert len(told) == len(left) == (6 if kind == "t5" else 2)
+    for place, attention in enumerate(told):
+        heads = (3 * (place + 1), 3 * (place + 1), 4) if kind == "swin" else HEADS.get(kind, (3, 3, 10))
+        assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == heads
+        assert attention.scale == pytest.approx(SCALES.get(kind, attention.head_dim**-0.5), rel=1e-5)
+        weights = Numbers(attention, Truth(*heads, lengths={"batch": 5})).of("weights")
         alike = [at for at, value in enumerate(left) if is_close(value, weights)]
-        assert alike, (attention.found.module, weights.shape)
+        assert alike, (attention.module, weights.shape)
         del left[alike[0]]
         # bloom's baddbmm adds the bias within the product: there are no scores before it
         absent = {"masked_scores", "scores"} if kind == "bloom" else {"masked_scores"}
-        assert {*STAGES} - {*attention.found.stages} <= absent
-        names = attention.names
-        heads = (3 * (place + 1), 3 * (place + 1), 4) if kind == "swin" else HEADS.get(kind, (3, 3, 10))
-        assert (names.num_heads, names.num_kv_heads, names.head_dim) == heads
-        assert attention.found.scale == pytest.approx(SCALES.get(kind, names.head_dim**-0.5), rel=1e-5)
-        assert (("tanh", None) in attention.found.scoring) == (kind == "gemma2")
-        assert bool(attention.found.earlier) == (kind == "deepseek_v3")
+        assert {*STAGES} - {stage.name for stage in attention.stages} <= absent
 
 
 def is_close(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -155,37 +152,18 @@ def pieces_of_first_layer(report: ParamsReport) -> Iterator[tuple[str, HeadSlice
                 yield row.name, piece
 
 
-def longformer(window: int) -> tuple[Shown, torch.Tensor]:
-    """Return the first attention of windows that overlap, and the weights that the model returns for it."""
-    given = {"input_ids": torch.randint(5, 90, (2, 13), generator=torch.Generator().manual_seed(0))}
-    module = drawn("longformer", {**TEXT, **WIDE, "max_position_embeddings": 64, "attention_window": window})
-    with torch.no_grad():
-        returned = module(**given, output_attentions=True)
-    return attentions(module, **given)[0], returned["attentions"][0]
-
-
-def assert_one_size_a_name(attention: Shown) -> None:
-    sizes: dict[str, int] = {}
-    for stage, pattern in attention.axes().items():
-        dims = re.findall(r"\([^)]*\)|\S+", pattern)
-        for dim, size in zip(dims, attention.found.stages[stage].shape, strict=True):
-            if dim.isidentifier():
-                assert sizes.setdefault(dim, size) == size, (stage, pattern)
-            elif dim.isdigit():
-                assert int(dim) == size, (stage, pattern)
-
-
 def test_windows_that_overlap() -> None:
-    assert_one_size_a_name(longformer(16)[0])
-    attention, returned = longformer(8)
-    assert_one_size_a_name(attention)
-    # batch heads query window, without the padding to whole windows
-    weights = attention.value("weights")
-    torch.testing.assert_close(weights[:, :13].transpose(1, 2), returned)
-    assert weights.shape == (2, 16, 3, 9)
-    for stage in ("scores", "masked_scores"):
-        assert attention.found.stages[stage].shape == weights.shape
-    torch.testing.assert_close(attention.value("masked_scores").softmax(-1)[:, :13], weights[:, :13])
-    axes = attention.axes()
-    assert (axes["query"], axes["q_heads"]) == ("positions batch embed", "(batch heads) windows query head_dim")
-    assert (attention.names.num_heads, attention.names.head_dim) == (3, 10)
+    """Weights are `batch heads query window`, without the padding to whole windows."""
+    given = {"input_ids": torch.randint(5, 90, (2, 13), generator=torch.Generator().manual_seed(0))}
+    module = drawn("longformer", {**TEXT, **WIDE, "max_position_embeddings": 64, "attention_window": 8})
+    with torch.no_grad():
+        returned = module(**given, output_attentions=True)["attentions"][0]
+        attention = mha_inspect.trace(module, **given, keep=True).attentions[0]
+    stages = {stage.name: stage for stage in attention.stages}
+    torch.testing.assert_close(stages["weights"].tensor[:, :13].transpose(1, 2), returned)
+    torch.testing.assert_close(stages["masked_scores"].tensor.softmax(-1)[:, :13], stages["weights"].tensor[:, :13])
+    assert (stages["query"].axes, stages["q_heads"].axes) == (
+        "positions batch embed",
+        "(batch heads) windows query head_dim",
+    )
+    assert (attention.num_heads, attention.head_dim) == (3, 10)
