@@ -56,14 +56,8 @@ KINDS = {
     "Windows": True,
     "LowRank": True,
     "RelativeBias": False,
-    "TalkingCausal": True,
-    "GroupedSliced": False,
     "MaskedFillWithoutBatch": True,
-    "ByHandShifted": True,
-    "LoopChunks": False,
     "Clusters": False,
-    "Residuals": False,
-    "Pooled": False,
 }
 """Entries of the corpus of unlike kinds, whose layers can follow one another, and whether they have a residual."""
 
