@@ -15,8 +15,11 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 import mha_inspect
+from mha_inspect.answers.decode import decoded
 from mha_inspect.errors import ForwardError
+from mha_inspect.layers.spec import Show
 from mha_inspect.render.formats import to_text
+from mha_inspect.running.subject import Subject
 
 from .every import ENTRIES
 from .every_mistake import CASES, Case
@@ -32,6 +35,7 @@ TRACED = """Base Fused FusedCausal Einsum EinsumWeights FoldBatchHeads KeyFirst 
     LatentQueries Streams Absorbed GivenMean DifferentialMaps UnlikeScales EverySecondCausal Sampled Rolled
     ExponentialFeatures""".split()  # noqa: SIM905
 """Entries of every kind: plain, fused, folded, masked, windowed, rotated, cached, packed, looped, and without any."""
+TRACED += [name for name in ENTRIES if name.startswith(("none: ", "scored: "))]
 PARAMETERS = """Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys PickedKeys PackedKeys
     GroupedPieces ProjectedTwice Mixing SpectralNorm MergedLora LowRankQuery RowsReversed Adapted HeadsBackwards
     WideValues HeadsPicked BesideFeedForward TransposedConvolution Absorbed Streams Memory LatentQueries
@@ -49,7 +53,8 @@ def page(report: Any) -> str:
 def steady(text: str) -> str:
     text = re.sub(r"torch \d[\w.+]*", "torch #", text)
     text = re.sub(r"\.py:\d+", ".py:#", text)
-    return re.sub(r"-?\d+(\.\d+)?e[-+]?\d+|-?\d+\.\d+", "#", text)
+    text = re.sub(r"-?\d+(\.\d+)?e[-+]?\d+|-?\d+\.\d+", "#", text)
+    return re.sub(r"(?<=\S) {2,}", "  ", text)  # columns are as wide as their numbers
 
 
 def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
@@ -109,6 +114,28 @@ WHOLE = [*first_of_each((case for case in CASES if case.wrong is not None), lamb
 def test_check_of_a_mistake(case: Case, snapshot: SnapshotAssertion) -> None:
     """The whole page, for one mistake of each check."""
     assert page(report_of(case, wrong=True)) == snapshot
+
+
+TOLD = ("NaNOfBlindQuery", "NaNReplacedAfterAddition", "NeverTransposed", "PaddingAddedAsOnes", "SumOverQueries")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in TOLD], ids=lambda case: case.name)
+def test_trace_of_a_mistake(case: Case, snapshot: SnapshotAssertion) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert page(mha_inspect.trace(case.make(True).eval(), **case.inputs())) == snapshot
+
+
+DECODED = ("BiasFromZero", "RotationRestarts", "OwnKeyTooLate", "AnglesByLength")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in DECODED], ids=lambda case: case.name)
+def test_decode(case: Case, snapshot: SnapshotAssertion) -> None:
+    """Two steps with a cache that is wrong, and with that of its twin."""
+    for wrong in (True, False):
+        torch.manual_seed(3)
+        subject = Subject(case.make(wrong).eval(), (), case.inputs(), seed=0, grad=False)
+        assert page(decoded(subject, Show(), 2, case.intent.cache)[0]) == snapshot
 
 
 @pytest.mark.parametrize("name", FAILING)
