@@ -3,8 +3,8 @@
     python -m tests.mutate                        # 60 changes, drawn with seed 1, in two processes
     python -m tests.mutate --seed 2 --count 20 --room record
 
-Each change is made in one function of a process of its own, and the tests that call this function are run until one
-fails. Which tests those are is measured once, in a run of all of them, and kept until the package or the corpus change.
+Each change is made in one function of a process of its own, and the tests that reach its line are run until one fails.
+Which tests those are is measured before, in a run of all of them, and kept until the package or the corpus change.
 A survivor is a missing case of the corpus, or a line that nobody needs.
 """
 
@@ -51,10 +51,10 @@ LEAVING = {
 """Files that the plan of the rebuild takes out: mutants of them count for nothing."""
 WORDS = {"naming": "parameter_words", "answers": "head_sentences side_words", "answers/failure": "facts report"}
 """Files that write sentences, which the snapshots hold."""
-SECONDS = 90
+SECONDS = 150
 """The time that the tests of one change may take: one that never ends is seen."""
-MOST = 150
-"""Of the tests that call a function, how many are run: one of each test function first."""
+MOST = 80
+"""Of the tests that reach a line, how many are run."""
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -87,6 +87,8 @@ class Mutant:
     """Number of the node in the order of `ast.walk`."""
     operator: str
     line: int
+    lines: tuple[int, int]
+    """The first and the last line of what is changed."""
     function: tuple[int, str]
     """First line and name of the outermost function around it."""
 
@@ -178,18 +180,21 @@ def replace_child(nodes: list[ast.AST], old: ast.AST, new: ast.AST) -> None:
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Yield the changes inside of functions; annotations, defaults and what stands in asserts are left alone."""
+    """Yield the changes inside of functions, but for those of text, which the snapshots hold."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside: dict[ast.AST, tuple[int, str]] = {}
+    of_text = {part for node in ast.walk(tree) if is_text(node) for part in ast.walk(node)}
+    of_text |= {node for node in ast.walk(tree) if isinstance(node, ast.AugAssign) and is_text(node.value)}
     for function in outermost_functions(tree):
         first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
         for statement in function.body:
             for node in ast.walk(statement):
                 inside[node] = (first, function.name)
     for number, node in enumerate(ast.walk(tree)):
-        for operator in operators_of(node) if node in inside else ():
-            file = str(path.relative_to(ROOT))
-            yield Mutant(file, number, operator, getattr(node, "lineno", 0), inside[node])
+        for operator in operators_of(node) if node in inside and node not in of_text else ():
+            part: Any = node.test if operator == "negate" else node
+            lines = part.lineno, part.end_lineno
+            yield Mutant(str(path.relative_to(ROOT)), number, operator, part.lineno, lines, inside[node])
 
 
 def outermost_functions(tree: ast.Module) -> Iterator[Any]:
@@ -234,7 +239,7 @@ def install(mutant: Mutant) -> bool:
 
 
 Map = dict[str, list[str]]
-"""`file:line of a function` to the tests that call it, the quickest first."""
+"""A mutant to the tests that reach it, the quickest first."""
 
 
 class Session:
@@ -264,53 +269,69 @@ def pytest_runner() -> Any:
     return runner
 
 
-def called_by(session: Session, part: int, parts: int) -> dict[str, Any]:
-    """Run a part of all tests, and return what each calls, and how long it took."""
-    prefix, known = str(PACKAGE), dict[CodeType, str]()
+def reached_by(session: Session, mutants: list[Mutant], part: int, parts: int) -> dict[str, Any]:
+    """Run a part of all tests, and return which mutants each reaches, and how long it took."""
+    by_file: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_file.setdefault(str(ROOT / mutant.file), []).append(mutant)
+    watched: dict[CodeType, dict[int, list[str]]] = {}
+    reached = set[str]()
+
+    def lines_of(code: CodeType) -> dict[int, list[str]]:
+        """Return the lines of a function where a mutant is."""
+        own = {line for _, _, line in code.co_lines() if line is not None}
+        result: dict[int, list[str]] = {}
+        for mutant in by_file.get(code.co_filename, ()):
+            for line in own & {*range(mutant.lines[0], mutant.lines[1] + 1)}:
+                result.setdefault(line, []).append(str(mutant))
+        return result
+
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename not in by_file:
+            return None
+        if code not in watched:
+            watched[code] = lines_of(code)
+        return on_line if watched[code] else None
+
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+        reached.update(watched[frame.f_code].get(frame.f_lineno, ()))
+        return on_line
+
     result: dict[str, Any] = {}
     for item in session.items[part::parts]:
-        calls = set[CodeType]()
-
-        def profile(frame: FrameType, event: str, arg: Any, calls: set[CodeType] = calls) -> None:
-            if event == "call":
-                calls.add(frame.f_code)
-
+        reached.clear()
         start = time.perf_counter()
-        sys.setprofile(profile)
+        sys.settrace(on_call)
         try:
             passed = session.passes([item])
         finally:
-            sys.setprofile(None)
-        seconds = time.perf_counter() - start
-        for code in calls:
-            if code not in known:
-                inside = code.co_filename.startswith(prefix)
-                known[code] = f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_firstlineno}" if inside else ""
+            sys.settrace(None)
         if passed:
-            result[item.nodeid] = [seconds, sorted({known[code] for code in calls} - {""})]
+            result[item.nodeid] = [time.perf_counter() - start, sorted(reached)]
     return result
 
 
-def state_of_files() -> str:
-    """Return a hash of the package and of the corpus."""
-    hashed = hashlib.sha256()
+def state_of(mutants: list[Mutant]) -> str:
+    """Return a hash of the package, of the corpus and of what is changed."""
+    hashed = hashlib.sha256("\n".join(map(str, mutants)).encode())
     for path in sorted((*PACKAGE.rglob("*.py"), *(ROOT / "tests" / "corpus").rglob("*.py"))):
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:16]
 
 
-def map_of(session: Session, processes: int) -> Map:
-    """Return the tests of each function: from a file, or from a run of all of them."""
-    kept = Path(tempfile.gettempdir()) / f"mha-inspect-calls-{state_of_files()}.json"
+def map_of(session: Session, mutants: list[Mutant], processes: int) -> Map:
+    """Return the tests that reach each mutant: from a file, or from a run of all of them."""
+    kept = Path(tempfile.gettempdir()) / f"mha-inspect-reached-{state_of(mutants)}.json"
     if not kept.exists():
-        print(f"Which of {len(session.items)} tests call what: a run of all of them", flush=True)
+        print(f"Which of {len(session.items)} tests reach what: a run of all of them", flush=True)
         files = [kept.with_suffix(f".{part}") for part in range(processes)]
         started = []
         for part, file in enumerate(files):
             child = os.fork()
             if not child:
-                os.nice(5)
-                file.write_text(json.dumps(called_by(session, part, processes)))
+                silence()
+                file.write_text(json.dumps(reached_by(session, mutants, part, processes)))
                 os._exit(0)
             started.append(child)
         for child in started:
@@ -318,21 +339,34 @@ def map_of(session: Session, processes: int) -> Map:
         merged: dict[str, Any] = {}
         for file in files:
             merged |= json.loads(file.read_text())
+            file.unlink()
         kept.write_text(json.dumps(merged))
-    by_function: Map = {}
-    for test, (_, functions) in sorted(json.loads(kept.read_text()).items(), key=lambda row: row[1][0]):
-        for function in functions:
-            by_function.setdefault(function, []).append(test)
-    return by_function
+    by_mutant: Map = {}
+    for test, (_, reached) in sorted(json.loads(kept.read_text()).items(), key=lambda row: row[1][0]):
+        for mutant in reached:
+            by_mutant.setdefault(mutant, []).append(test)
+    return by_mutant
+
+
+def silence() -> None:
+    """Print nothing more in this process."""
+    sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 def chosen(tests: list[str]) -> list[str]:
-    """Return the tests that are run for a change: the quickest of each test function, and then further ones in turn."""
+    """Return the tests that are run for a change: the quickest of each test function, and then others in any order.
+
+    The quick ones are much alike; a line that few modules reach is reached by some of the others.
+    """
     groups: dict[str, list[str]] = {}
     for test in tests:
         groups.setdefault(test.partition("[")[0], []).append(test)
-    rounds = [group[round] for round in range(MOST) for group in groups.values() if round < len(group)]
-    return rounds[:MOST]
+    firsts, others = [], []
+    for group in groups.values():
+        firsts.append(group[0])
+        others += group[1:]
+    random.Random(len(tests)).shuffle(others)
+    return [*firsts, *others][:MOST]
 
 
 def survives(session: Session, mutant: Mutant, tests: list[str]) -> bool:
@@ -341,7 +375,7 @@ def survives(session: Session, mutant: Mutant, tests: list[str]) -> bool:
     child = os.fork()
     if not child:
         signal.alarm(SECONDS)
-        sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        silence()
         code = 1
         try:
             code = 0 if not install(mutant) or session.passes([by_name[test] for test in tests]) else 1
@@ -352,19 +386,20 @@ def survives(session: Session, mutant: Mutant, tests: list[str]) -> bool:
 
 
 def mutate(session: Session, asked: argparse.Namespace) -> None:
-    calls = map_of(session, asked.processes)
     rooms = tuple(asked.room or ROOMS)
     every = [mutant for path in staying(rooms) for mutant in mutants_of(path)]
     drawn = random.Random(asked.seed).sample(every, min(asked.count, len(every)))
+    if asked.at:
+        drawn = [mutant for mutant in every if f"{mutant.file}:{mutant.line}" in asked.at]
     print(f"{len(drawn)} of {len(every)} changes in {len(list(staying(rooms)))} files, seed {asked.seed}", flush=True)
+    reached = map_of(session, drawn, asked.processes)
     started = []
     for part in range(asked.processes):
         child = os.fork()
         if not child:
-            os.nice(5)
             killed = 0
             for mutant in drawn[part :: asked.processes]:
-                tests = chosen(calls.get(f"{mutant.file}:{mutant.function[0]}", []))
+                tests = chosen(reached.get(str(mutant), []))
                 start, lives = time.perf_counter(), survives(session, mutant, tests)
                 killed += not lives
                 if lives or asked.all:
@@ -381,6 +416,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--room", action="append", choices=ROOMS)
+    parser.add_argument("--at", action="append", metavar="FILE:LINE", help="every change of a line, and no others")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="print the changes that are seen too")
     asked = parser.parse_args()
