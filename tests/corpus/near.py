@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Base
-from .entry import E, Entry, H, add, has_none
+from .entry import E, Entry, H, add, has_none, hidden
 
 B, N, A, V, K = 7, 11, 19, 17, 5
 
@@ -443,3 +445,33 @@ for kind, made in (("selective kernels", _Branches), ("split", _SplitAttention),
                 sizes=((2, 6),),
             )
         )
+
+
+# -- three projections, and something else -----------------------------------------------------------------------------
+
+
+class OfThree(nn.Module):
+    """Three projections of the tokens, and what a function makes of them."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.make = nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, E), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self.q(x), self.k(x), self.v(x))
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
+
+
+OF_THREE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear attention": linear_attention,
+    "efficient attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "a classifier": lambda q, k, v: (q.relu().mean(1) + k.mean(1) * v.mean(1)).softmax(-1),
+    "weights without values": lambda q, k, v: (q @ k.mT).softmax(-1) + v.mean(),
+    "gates": lambda q, k, v: torch.sigmoid(q) * k.tanh() * v,
+}
+for _name, _make in OF_THREE.items():
+    add(Entry(f"none: {_name}", lambda make=_make: OfThree(make), hidden, (), sizes=((7, 11),)))
