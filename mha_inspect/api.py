@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from .answers.check.intent import Intent
 from .answers.decode_steps import with_steps
-from .answers.trace import of_block, traced
-from .errors import ForwardError, InputError
+from .answers.trace import of_block, run_of, traced
+from .errors import ForwardError, InputError, MhaInspectError
 from .layers.spec import Show, require_steps
 from .notebook import Kept, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
@@ -218,18 +218,53 @@ def check(
     Raises:
         InputError: the module has no attention, or the intent names an argument that its forward does not have.
         SpecError: a check name is unknown.
+        ForwardError: the forward raised on these arguments; its `trace` says where, and the cause if one was found.
         TypeError: an argument belongs into the intent: `causal=True`, and the forward has no such argument.
     """
     from .answers.check.check import check as report_of
 
     require_module(module, "check")
+    _require_intent(intent)
     for name, tensor in tensors_in((args, kwargs)):
         if not tensor.numel():
             raise InputError(
                 f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, which has no "
                 "elements to change. Give sizes of 1 or more."
             )
-    return report_of(Subject(module, args, kwargs), intent, only=only, skip=skip)
+    subject = Subject(module, args, kwargs)
+    try:
+        return report_of(subject, intent, only=only, skip=skip)
+    except MhaInspectError:
+        raise
+    except Exception:
+        _raise_failure_of(subject)
+        raise
+
+
+def _require_intent(value: object) -> None:
+    """Raise `TypeError` with a way out for an intent that is none, e.g. a dict."""
+    if value is None or isinstance(value, Intent):
+        return
+    way_out = "Give mha_inspect.Intent(causal=True)."
+    if isinstance(value, dict) and value:
+        settings = ", ".join(f"{name}={setting!r:.20}" for name, setting in value.items())
+        way_out = f"Give mha_inspect.Intent({settings})."
+    raise TypeError(f"intent has to be a mha_inspect.Intent, got {value!r:.60}. {way_out}")
+
+
+def _raise_failure_of(subject: Subject) -> None:
+    """Raise `ForwardError`, with the cause if one is found, if the forward raises in eval on its own arguments."""
+    before = subject.state()
+    try:
+        subject.module.eval()
+        with subject.settings():
+            run_of(replace(subject, grad=False), Show(), keep=False, before=subject.state())
+    except ForwardError:
+        raise
+    except Exception:  # the forward is not to blame: the first error says more
+        return
+    finally:
+        before.restore()
 
 
 def require_module(value: object, asked: str) -> nn.Module:

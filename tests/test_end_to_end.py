@@ -66,7 +66,7 @@ def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
     assert seen["context"] == ([1, 2, 12, 256], "batch heads query head_dim")
     assert seen["concat"] == ([12, 512], "(batch query) (heads head_dim)")
     assert seen["output"] == ([1, 12, 512], "batch query embed")
-    assert "\nreturns  output [1, 12, 512]; weights [1, 12, 12] batch query key\n" in text
+    assert "\nreturns  output [1, 12, 512]; weights [1, 12, 12], the mean of 2 heads\n" in text
     assert "q_heads · k_headsᵀ / √256" in text
     assert text.splitlines()[-1].startswith("Opened stages agree with the kernel: difference ")
     text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")

@@ -399,8 +399,21 @@ class Comparison:
     def _measured(self) -> tuple[ComparableRun, ...]:
         return self.measured or (self.left, self.right)
 
+    @property
+    def are_paired(self) -> bool:
+        """Whether the attentions of both sides are paired in order; not if one side has more, with other heads.
+
+        Four attentions of a head each may be one attention of four heads.
+        """
+        left, right = self.left.attentions, self.right.attentions
+        if len(left) == len(right):
+            return True
+        pairs = zip(left, right, strict=False)
+        return all(ours.num_heads == theirs.num_heads for (_, ours), (_, theirs) in pairs)
+
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
-        """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
+        """Yield the stages of each pair of attentions, in order; without a difference unless `measured` and paired."""
+        measured = measured and self.are_paired
         for place in range(len(self.masked)):
             for stage in STAGES:
                 if not self.left.has_stage(place, stage) and not self.right.has_stage(place, stage):

@@ -105,7 +105,8 @@ def compare_heads(
         stages=_stages(observed),
         outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
-            *answer(rows, copied, all_nan=all(count.is_nan for count in observed)),
+            *answer(rows, copied, own=_own_part(observed), all_nan=all(count.is_nan for count in observed)),
+            *_shown_by(baseline, copied),
             *_once(count.unlike_masks for count in observed),
             *_masked(baseline, masked, _once(count.fate for count in observed)),
             *unlike_dot(baseline.run),
@@ -146,6 +147,8 @@ class _Observed:
     """What the weights of queries with every key masked out are; empty without such queries."""
     is_nan: bool
     """Whether the whole output is NaN."""
+    own: str
+    """What each head has of W_q, W_k and W_v for itself: `rows` or `columns`; empty if heads share it, or see alike."""
 
     @classmethod
     def of(cls, baseline: HeadRun, run: HeadRun, masked: Rows) -> _Observed:
@@ -157,7 +160,44 @@ class _Observed:
             unlike_masks="" if run is baseline else _unlike_masks(baseline, run),
             fate=fate_of(run.content(0, "weights"), masked) if masked else "",
             is_nan=bool(run.returned.isnan().all()),
+            own=_own_part_of(run) if run.num_heads > 1 else "",
         )
+
+
+def _own_part_of(run: HeadRun) -> str:
+    """Return what each head of the first attention has of W_q, W_k and W_v for itself: `rows` or `columns`.
+
+    Empty if heads share it, if its place is unknown, or if all heads have the same weights.
+    """
+    weights = run.content(0, "weights")
+    if weights is None or torch.equal(weights.nan_to_num(), weights[:, :1].expand_as(weights).nan_to_num()):
+        return ""
+    ways = set[str]()
+    projections = run.weights[0].projections
+    for name in ("W_q", "W_k", "W_v"):
+        projection = projections.get(name)
+        if projection is None or not projection.is_whole or projection.shape[0] != run.num_heads:
+            return ""
+        for part in projection.parts:
+            outer = part.placement.outer_dims
+            ways.add({0: "rows", 1: "columns"}.get(outer[0], "") if len(outer) == 1 else "")
+    return ways.pop() if len(ways) == 1 else ""
+
+
+def _own_part(observed: Sequence[_Observed]) -> str:
+    """Return what each head has for itself, of all counts of several heads; empty if they differ."""
+    ways = {count.own for count in observed if count.shapes.get("weights", (1, 1))[1] > 1}
+    return ways.pop() if len(ways) == 1 else ""
+
+
+def _shown_by(baseline: HeadRun, copied: Sequence[CopiedWeights]) -> list[str]:
+    """Return the command that shows the heads apart, for torch's layer."""
+    if baseline.subject.layer != "torch" or not all(weights.same for weights in copied):
+        return []
+    return [
+        "`mha-inspect diff torch per-head` shows it: a layer with a small projection of its own for each head, "
+        "with the same weights, returns the same."
+    ]
 
 
 def _once(sentences: Iterable[str]) -> list[str]:

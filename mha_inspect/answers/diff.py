@@ -54,19 +54,26 @@ class Side(ComparableRun):
         super().__init__(subject, finer=finer)
         self.name = name
         self.settings = settings or {}
+        self.is_named_by_place = False
+        """Whether sentences call it the left or the right one: both sides have one name."""
 
     @property
-    def label(self) -> str:
-        """The side's name in sentences: `torch`, `torch with dtype bfloat16`."""
+    def own_label(self) -> str:
+        """The side's own name: `torch`, `torch with dtype bfloat16`."""
         if not self.settings:
             return super().label
         parts = [f"{setting} {_written(value)}" for setting, value in self.settings.items()]
         return f"{super().label} with {', '.join(parts)}"
 
     @property
+    def label(self) -> str:
+        """The side's name in sentences: its own, or `the left torch`."""
+        return f"the {self.name} {self.own_label}" if self.is_named_by_place else self.own_label
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes about the call, as sentences that name the side."""
-        named = "" if self.subject.layer else f"{self.subject.label}: "
+        named = "" if self.subject.layer else f"{_first(self.label)}: "
         return tuple(f"{named}{note}" for note in self.subject.notes)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
@@ -93,7 +100,7 @@ class Side(ComparableRun):
         if self.dtype != "float64" and not self.drops:
             rounding_error = self.output_floor(rows)
         return DiffSide(
-            label=self.label,
+            label=self.own_label,
             environment=replace(environment_of(self.subject), dtype=self.dtype),
             layer=layer_of(self.subject),
             settings={name: _plain(value) for name, value in self.settings.items()},
@@ -103,6 +110,11 @@ class Side(ComparableRun):
             rounding_error=rounding_error,
             measured_against=self.measured_against,
         )
+
+
+def _first(label: str) -> str:
+    """Return the name of a side at the beginning of a sentence: `The left torch`."""
+    return f"The{label[3:]}" if label.startswith(("the left ", "the right ")) else label
 
 
 def _written(value: object) -> str:
@@ -130,6 +142,8 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     are compared in canonical axes, and judged by the larger rounding error of both sides, measured against float64 in
     this run.
     """
+    has_one_name = left.own_label == right.own_label
+    left.is_named_by_place = right.is_named_by_place = has_one_name
     shared = share(left, right) if same_weights else AS_THEY_ARE
     given = shared.given
     sides = (left, right)
@@ -139,10 +153,12 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     for stage in comparison.rows(measured=bool(given)):
         attention = stage.place + 1 if numbered else None
         stages.append(_row(sides, stage, attention))
-    first = _first_differing(stages)
     masked = tuple(sorted(set(chain.from_iterable(comparison.masked))))
     output = comparison.output(masked) if given else None
     further = comparison.further() if given else ()
+    outcome = _outcome(output, further)
+    # Where the outputs are the same, a stage differs in form alone.
+    first = None if outcome == "same" else _first_differing(stages)
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -151,7 +167,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         stages=tuple(stages),
         first_differing_stage=None if first is None else first.name,
         output=Difference(**_numbers(output)),
-        outcome=_outcome(output, further),
+        outcome=outcome,
         further=further,
         notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
@@ -228,6 +244,8 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     place = stage.place
     if stage.left is not None and stage.right is not None:
         return ""  # the answer says why the numbers of the two sides are not comparable
+    if not Comparison(*sides).are_paired:
+        return ""  # a note says so once
     for side in sides:
         if place >= len(side.attentions):
             return f"{side.label} has no attention {place + 1}"
@@ -265,10 +283,11 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     count = len(left.attentions)
     right_count = len(right.attentions)
     if count and right_count and count != right_count:
-        yield (
-            f"{left.label} has {plural(count, 'attention')} and {right.label} has {right_count}: "
-            f"the first {min(count, right_count)} are paired, in the order of computation."
-        )
+        if Comparison(left, right).are_paired:
+            how = f"the first {min(count, right_count)} are paired, in the order of computation."
+        else:
+            how = "their numbers of heads differ too, so their stages are not compared."
+        yield f"{_first(left.label)} has {plural(count, 'attention')} and {right.label} has {right_count}: {how}"
     yield from _weights_around(left, right)
     yield from _weights_around(right, left)
     if left.drops or right.drops:
@@ -279,7 +298,7 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     yield from dict.fromkeys((*left.notes, *right.notes))
     for side in sides:
         for note in unlike_dot(side.run):
-            yield f"{side.label}: {note}"
+            yield f"{_first(side.label)}: {note}"
 
 
 def _weights_around(block: Side, alone: Side) -> Iterator[str]:
@@ -292,7 +311,8 @@ def _weights_around(block: Side, alone: Side) -> Iterator[str]:
         return
     if all(name.startswith(f"{path}.") for name, _ in block.subject.module.named_parameters()):
         return
-    yield f"{block.label} has weights around its attention. To compare the attention: --{block.name}-module {path}."
+    way = f"--{block.name}-module {path}"
+    yield f"{_first(block.label)} has weights around its attention. To compare the attention: {way}."
 
 
 def _first_sentence(report: DiffReport, given: str) -> str:

@@ -10,7 +10,6 @@ from ..reports.common import Verdict
 from ..reports.compare_heads import HeadCount, ReasonPieces
 from ..text import listed, multiple, percent, plural
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
@@ -80,14 +79,13 @@ def _without_difference(count: HeadCount, walk: StageWalk) -> str:
 
 
 def _same(stages: Sequence[str]) -> str:
-    """Return `q_proj, k_proj, v_proj and the split are identical`."""
-    names = list(stages)
-    if set(_HEADS) <= set(stages):
-        names = [stage for stage in stages if stage not in _HEADS]
-        projections = [stage for stage in names if stage in _PROJECTIONS]
-        names.insert(len(projections), "the split")
+    """Return `q_proj, k_proj and v_proj are identical, and are cut into other heads`."""
+    names = [stage for stage in stages if stage not in _HEADS]
+    if not names:
+        return "the numbers of all heads are identical, and are cut into other heads"
     verb = "is" if len(names) == 1 else "are"
-    return f"{listed(names)} {verb} identical"
+    cut = f", and {verb} cut into other heads" if set(_HEADS) <= set(stages) else ""
+    return f"{listed(names)} {verb} identical{cut}"
 
 
 def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> ReasonPieces:
@@ -149,13 +147,18 @@ def _how_it_ends(walk: StageWalk, count: HeadCount) -> str:
     return f"from {walk.rejoined} on, the numbers are the same again"
 
 
-def answer(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], *, all_nan: bool = False) -> tuple[str, str]:
-    """Return whether the number of heads changes the output, and whether it changes the parameters."""
+def answer(
+    counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], *, own: str = "", all_nan: bool = False
+) -> tuple[str, str]:
+    """Return whether the number of heads changes the output, and whether it changes the parameters.
+
+    `own` is what a head has of W_q, W_k and W_v for itself, `rows` or `columns`; empty if it is not so of all heads.
+    """
     if all_nan:
         about_output = "Undecided: with this input, the output of every head count is NaN throughout."
     else:
         about_output = _about_output(counts, all(weights.same for weights in copied))
-    return about_output, _about_parameters(counts, copied)
+    return about_output, _about_parameters(counts, copied, own)
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
@@ -202,12 +205,18 @@ def _difference(
     return text
 
 
-def _about_parameters(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights]) -> str:
+def _about_parameters(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], own: str) -> str:
     """Return whether all head counts have the same parameters; if not, how the first other one changes them."""
     for count, weights in zip(counts, copied, strict=True):
         if not weights.same:
             return _changed_parameters(counts, count, weights)
-    return f"Every head count uses the same {counts[0].numel:,} parameters, only split differently."
+    number = f"The parameters are the same in number: {counts[0].numel:,}."
+    if not own:
+        return number
+    return (
+        f"The {own} of W_q, W_k and W_v of a head are that head's own projection. "
+        f"So the heads differ in what they attend to. {number}"
+    )
 
 
 def _changed_parameters(counts: Sequence[HeadCount], count: HeadCount, weights: CopiedWeights) -> str:

@@ -237,7 +237,7 @@ def _lowered_alone(added: Tensor, beside: Tensor, called: str) -> str:
     if not bool(alone.any()):
         return ""
     most = -float(added[alone].min())
-    by = f"by up to {most:.4g}" if most < _MASKED_OUT else "to about -inf"
+    by = f"by up to {most:.4g}" if most < _MASKED_OUT else "so far that they are masked out"
     return f"{int(alone.sum()):,} {called} alone, {by}"
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from ..files.memory import free_memory
 from ..layers.spec import Show
 from ..naming.canonical import content_of
 from ..naming.visibility import Visibility, kinds_of, mask_notes, visibility
@@ -17,12 +19,16 @@ from ..record.tensors import uncollected
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
+from ..text import byte_size
+from .averaged_weights import how_by_head, with_means
 from .lookalikes import found_instead
 from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
-ROOM = 64 * 2**20
-"""Bytes that the tensors of a run may take to be kept until it is judged."""
+ROOM = 128 * 2**20
+"""Bytes that the tensors of a run may take to be kept until it is judged, whatever the module's size."""
+_SHARE_OF_FREE = 0.25
+"""Share of the free memory that they may take at most."""
 
 
 def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> tuple[Trace, Run]:
@@ -38,46 +44,75 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
     """
     with subject.settings():
         before = subject.state()
-        run = run_of(subject, show, keep=keep or judge, room=None if keep else ROOM, before=before)
-        run = run.beside(subject.wider_run(run))
-        leaves = subject.leaves(run.recording)
-        with uncollected():
-            trace = report(
-                run,
-                show,
-                kinds=kinds_of(run),
-                environment=environment_of(subject),
-                layer=layer_of(subject),
-                leaves=leaves,
-            )
-        trace = with_whole_shapes(trace, run, subject.module)
-        is_kept = bool(run.recording.values)
-        notes = [*mask_notes(run, leaves)]
-        for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
-            if sentence:
-                notes.append(sentence)
-        trace = replace(trace, unjudged="judging was not requested")
-        if judge:
-            trace = _judged(trace, subject, run, before)
+        room = _room_of(subject)
+        run = run_of(subject, show, keep=keep or judge, room=None if keep else room, before=before)
+        # The generators stay as the run left them, whatever is measured from here on.
+        with torch.random.fork_rng(subject.gpus()):
+            run = run.beside(subject.wider_run(run))
+            leaves = subject.leaves(run.recording)
+            with uncollected():
+                trace = report(
+                    run,
+                    show,
+                    kinds=kinds_of(run),
+                    environment=environment_of(subject),
+                    layer=layer_of(subject),
+                    leaves=leaves,
+                )
+            trace = with_whole_shapes(trace, run, subject.module)
+            is_kept = bool(run.recording.values)
+            notes = [*mask_notes(run, leaves)]
+            for sentence in (_of_numbers(subject, before, run, is_kept), found_instead(run)):
+                if sentence:
+                    notes.append(sentence)
+            if is_kept:
+                trace = with_means(trace, run)
+                notes += how_by_head(trace, subject)
+            trace = replace(trace, unjudged="judging was not requested")
+            if judge:
+                trace = _judged(trace, subject, run, before, room)
     if not keep:
         run.recording.values.clear()
     absent = show.without_numbers(trace.environment.device)
     return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
 
 
-def _judged(trace: Trace, subject: Subject, run: Run, before: State) -> Trace:
-    """Return the trace with what is wrong in its run, or why that is unknown."""
-    from .check.check import judged
+def _room_of(subject: Subject) -> int:
+    """Return the bytes that the tensors of a run may take: as many as its parameters, and at least `ROOM`."""
+    of_parameters = sum(parameter.nbytes for parameter in subject.module.parameters() if not is_lazy(parameter))
+    free = free_memory()
+    most = of_parameters if free is None else min(of_parameters, int(_SHARE_OF_FREE * free))
+    return max(ROOM, most)
 
+
+def _judged(trace: Trace, subject: Subject, run: Run, before: State, room: int) -> Trace:
+    """Return the trace with what is wrong in its run, or why that is unknown."""
     if trace.environment.device == "meta":
         return replace(trace, unjudged="device meta has no numbers")
+    from .check.check import judged
+
     if needs_ranks(subject.module, run.recording):
         return replace(trace, unjudged="the module is spread over ranks")
     if not all(tensor.numel() for _, tensor in tensors_in((subject.args, subject.kwargs))):
         return replace(trace, unjudged="an input has no elements")
     if not run.recording.values:
-        return replace(trace, unjudged="its tensors take more than 64 MiB. mha-inspect check judges it")
-    return replace(trace, findings=judged(subject, run, before), unjudged=None)
+        reason = f"its tensors take more than {byte_size(room)}. mha-inspect check judges it"
+        return replace(trace, unjudged=reason)
+    notes = (*trace.notes, *_of_weights_without_numbers(run))
+    return replace(trace, findings=judged(subject, run, before), unjudged=None, notes=notes)
+
+
+def _of_weights_without_numbers(run: Run) -> list[str]:
+    """Return a sentence on attentions whose scores are too large to be kept until they are judged; none otherwise."""
+    values = run.recording.values
+    count = 0
+    for attention, _ in run.attentions:
+        weights = attention.stages.get("weights")
+        count += weights is not None and weights.id not in values
+    if not count:
+        return []
+    attentions = "1 attention" if count == 1 else f"{count} attentions"
+    return [f"The weights of {attentions} are too large to be judged here. mha-inspect check judges them."]
 
 
 def of_block(run: Run, failed: tuple[Failure, int] | None, called: Iterable[nn.Module]) -> Trace:

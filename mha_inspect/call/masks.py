@@ -388,9 +388,11 @@ _FORMS = ("query key", "batch key", "batch 1 1 key", "batch 1 query key", "batch
 _MEANS = {
     "keeps": "True keeps a key",
     "masks": "True masks out a key",
+    "keeps as 1": "1 keeps a key and 0 masks it out",
+    "masks as 1": "1 masks out a key and 0 keeps it",
     "adds": "0 keeps a key and -inf masks it out",
 }
-"""Meanings of a mask with their words: two of booleans, and one of numbers."""
+"""Meanings of a mask with their words: two of booleans, two of whole numbers, and one of numbers that are added."""
 _MASKED = 1e-6
 """Up to this weight a key counts as masked out."""
 
@@ -421,10 +423,10 @@ class MaskForm:
             masked = repeat(masked, f"{axes} -> {self.axes}", heads=heads)
         else:
             masked = repeat(masked, f"{axes} -> {self.axes}")
-        if self.means == "masks":
-            return masked
-        if self.means == "keeps":
-            return ~masked
+        if self.means.startswith("masks"):
+            return masked.to(self.dtype)
+        if self.means.startswith("keeps"):
+            return (~masked).to(self.dtype)
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=masked.device)
         return zeros.masked_fill(masked, -torch.inf)
 
@@ -511,7 +513,9 @@ def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Itera
             if "--causal" in flags and "query" not in axes:
                 continue
             for means in _MEANS:
-                dtype = forward.dtype if means == "adds" else torch.bool
+                dtype = torch.long if means.endswith("1") else torch.bool
+                if means == "adds":
+                    dtype = forward.dtype
                 yield MaskForm(argument, axes, means, dtype)
 
 
@@ -577,6 +581,9 @@ def _weights(subject: Subject) -> list[Tensor]:
             weights = attention.stages.get("weights")
             if weights is None:
                 continue
+            scores = attention.stages.get("scores", weights)
+            if len(scores.shape) != len(weights.shape):
+                continue  # a mask of too many dimensions gave them to the scores
             for op in attention.weights_path:
                 # A multiplied mask comes after the softmax.
                 if op.output.shape == weights.shape:

@@ -60,13 +60,23 @@ def attentions_of(graph: Graph) -> list[Attention]:
 def _measured(graph: Graph, constants: Constants) -> list[Attention]:
     """Return the attentions of pairs of products whose weights, as a measurement shows, sum to one."""
     attentions: dict[int, Attention] = {}
+    mixing: set[int] = set()
     for pair in pairs_of(graph):
         reading = read(graph, pair, constants)
-        if reading is None or reading.softmax.op.index in attentions:
+        if reading is None:
+            continue
+        softmax = reading.softmax.op.index
+        # A product whose numbers are summed along the keys is a bias beside the scores, if there are any others.
+        is_better = softmax in mixing and not reading.mixes_positions
+        if softmax in attentions and not is_better:
             continue
         attention = _attention_around(graph, reading.softmax, reading.scores, reading.values, reading)
-        if attention is not None:
-            attentions[reading.softmax.op.index] = attention
+        if attention is None:
+            continue
+        attentions[softmax] = attention
+        mixing.discard(softmax)
+        if reading.mixes_positions:
+            mixing.add(softmax)
     return list(attentions.values())
 
 

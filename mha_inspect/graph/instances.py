@@ -269,11 +269,7 @@ def _shared(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def _same_content(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.device != right.device or left.is_meta:
-        return False
-    return bool(torch.equal(left, right))
+    return not left.is_meta and same_content(left, right)
 
 
 def _same_sight(left: Sight, right: Sight) -> bool:
@@ -785,13 +781,19 @@ class Translation:
 
 
 def same_content(left: Tensor | None, right: Tensor | None) -> bool:
-    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers."""
+    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers.
+
+    The numbers of a sparse or nested tensor are not compared.
+    """
     if left is None or right is None:
         return False
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if left.is_meta and right.is_meta:
         return True
+    is_plain = left.layout == right.layout == torch.strided and not left.is_nested and not right.is_nested
+    if not is_plain:
+        return left is right
     return left.device == right.device and torch.equal(left, right)
 
 

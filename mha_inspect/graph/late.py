@@ -19,7 +19,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention
 from .dataflow import Graph
 from .ids import by_id
-from .replay import NotReplayedError, Region, Replay, drawn, in_layout, region
+from .replay import NotReplayedError, Region, Replay, drawn, in_layout, measuring, region
 from .rerun import Constants
 
 _NEAR = 0.02
@@ -45,7 +45,7 @@ def average_of_ones(
         return None
     part = region(graph, (*scores.values(), *values.values()), divided.output)
     try:
-        with torch.device("cpu"):  # whatever the surrounding default is
+        with measuring():
             measured = _Division(Replay(graph, part, constants), scores, values, divided.output)
             results = torch.stack([measured.of_values(1.0, draw) for draw in range(_DRAWS)])
             if _is_one(results) or measured.adds_unknown():
@@ -144,7 +144,7 @@ def _content_for_ones(
     """Return the content of each tensor of a region for a source of ones; None if that is unknown."""
     (source,) = part.sources
     try:
-        with torch.device("cpu"):
+        with measuring():
             replay = Replay(graph, part, constants)
             content = replay.run({source.id: _filled(source, 1.0)})
     except NotReplayedError:

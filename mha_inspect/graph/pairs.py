@@ -107,11 +107,13 @@ def _has_positions(
     keys: TensorRef,
     over: frozenset[Axis],
 ) -> bool:
-    """Return whether the weights are summed over an axis of the keys, apart from those of a batch."""
+    """Return whether the weights are summed over an axis of the keys, apart from those of a batch and of features."""
     dims = graph.dimensions.of(keys)
     if product.multiply.does("product"):
         dims = dims[-2:]  # without those that the factors of a batched product have in common
-    return not over.isdisjoint(wide(*dims))
+    axes = product.axes(graph.dimensions)
+    features = {*axes.left_inner, *axes.right_inner}
+    return not over.isdisjoint(set(wide(*dims)) - features)
 
 
 def _is_of_pairs(graph: Graph, tensor: TensorRef) -> bool:
@@ -197,7 +199,7 @@ def _nearest(
             continue
         remaining &= ~behind[product.op.output.id]
         ops = region(graph, (product.op.output,), weights).ops
-        if len(ops) <= _FAR and _mixes_heads_alone(graph, product, ops):
+        if len(ops) <= _FAR and _mixes_heads_alone(graph, product, ops, over):
             is_of_inputs = graph.comes_from_inputs(product.left, product.right)
             is_unlikely = not is_of_inputs or any(op.does("gathers") for op in ops)
             nearest.append(_Scores(is_unlikely, -_features(graph, product), product.op.index, product))
@@ -210,14 +212,18 @@ def _features(graph: Graph, scores: Product) -> int:
     return size_of(scores.axes(graph.dimensions).left_inner)
 
 
-def _mixes_heads_alone(graph: Graph, scores: Product, ops: tuple[Op, ...]) -> bool:
+def _mixes_heads_alone(graph: Graph, scores: Product, ops: tuple[Op, ...], over: frozenset[Axis]) -> bool:
     """Return whether every projection among operations sums over heads: batch axes of the scores product.
 
-    The output features of such a projection are heads too.
+    The output features of such a projection are heads too, and no keys: what averages over features that a projection
+    made is a gate, e.g. over the branches of a convolution.
     """
     heads = set(wide(scores.axes(graph.dimensions).batch))
     for mixing in mixings_of(graph, ops):
         if not graph.dimensions.along(mixing.source, mixing.place) <= heads:
             return False
-        heads |= graph.dimensions.along(mixing.op.output, mixing.place)
+        made = graph.dimensions.along(mixing.op.output, mixing.place)
+        if not over.isdisjoint(made):
+            return False
+        heads |= made
     return True

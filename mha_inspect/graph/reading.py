@@ -15,7 +15,7 @@ from .dataflow import Graph
 from .ids import any_in, ids_of
 from .pairs import Pair
 from .products import ProductPath
-from .replay import NotReplayedError
+from .replay import NotReplayedError, measuring
 from .rerun import Constants
 from .response import Cut, Response, Slope, Softmaxed, Step
 from .scores import Scoring, adds_mask, mixings_of, multiply
@@ -43,6 +43,8 @@ class Reading:
     """Whether exponentials are multiplied by numbers other than 0 and 1."""
     weights_scale: float = 1.0
     """The number that the input of the softmax is multiplied by in it."""
+    mixes_positions: bool = False
+    """Whether a step computes the input of the softmax from several scores, e.g. a cumulative sum."""
 
     @property
     def hides_scale(self) -> bool:
@@ -54,7 +56,7 @@ class Reading:
 def read(graph: Graph, pair: Pair, constants: Constants) -> Reading | None:
     """Return the attention of two products; None if nothing between them sums to one, or it cannot be run again."""
     try:
-        with torch.device("cpu"):  # whatever the surrounding default is
+        with measuring():
             response = Response(graph, pair.scores.op.output, pair.values.tensor, constants)
             weights = _weights(response)
             slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
@@ -95,7 +97,20 @@ def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
         seen=seen,
         has_factors=exponentials.has_factors,
         weights_scale=_weights_scale(response, masked, weights, scoring, slope),
+        mixes_positions=_mixes_positions(graph, response, masked, weights),
     )
+
+
+def _mixes_positions(graph: Graph, response: Response, masked: int, weights: Softmaxed) -> bool:
+    """Return whether a step from the scores to the softmax combines scores, other than those of several heads."""
+    for place in range(1, masked + 1):
+        ops = response.cuts[place].ops
+        if response.step(place, weights).effect != "mix" or all(map(_only_moves, ops)):
+            continue
+        is_of_heads = bool(mixings_of(graph, ops)) or any(map(graph.norm_name, ops))
+        if not is_of_heads:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -367,8 +382,9 @@ class _Steps:
         if step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
             return self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
         is_number = step.effect in ("same", "scale") and step.factor is not None
-        if is_number and self._multiplies(cut.ops):
-            return self._mask(cut.ops, "times", 1.0)  # in this run by one number
+        is_scale = step.effect == "scale" and step.factor != 0
+        if is_number and not is_scale and self._multiplies(cut.ops):
+            return self._mask(cut.ops, "times", 1.0)  # in this run by ones or zeros
         only_moves = step.effect == "mix" and all(map(_only_moves, cut.ops))
         if step.effect == "same" or only_moves:
             return self._move(place, cut)

@@ -12,8 +12,9 @@ other numbers stand in for it, which are drawn again in each run: what does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,15 +23,22 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph, made_of
 from .ids import any_in, ids_of
-from .rerun import Constants, as_argument, call_again, has_layout_of, memory_of, reshaped_again, with_ids
+from .rerun import (
+    FUSED_DROPOUTS,
+    Constants,
+    as_argument,
+    call_again,
+    has_layout_of,
+    memory_of,
+    reshaped_again,
+    with_ids,
+)
 
 _MOST = 1 << 23
 """Numbers of all results of a part; a part with more is not run again."""
 _FLOATS = frozenset(f"torch.{name}" for name in ("float16", "bfloat16", "float32", "float64"))
 
 
-_DROPOUTS = ("native_dropout", "_fused_dropout")
-"""Operations that are run as if nothing is dropped: their results are their input and a mask of ones."""
 _COINS = ("bernoulli_",)
 """Operations that fill a tensor with what is kept, 0 or 1. They are run as if each were kept by its share: dropout
 divides by that, and drops nothing."""
@@ -40,6 +48,26 @@ _BY_DTYPE = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2}
 
 class NotReplayedError(ValueError):
     """A part of a recording cannot be run again: too large, random, or without the content of an index."""
+
+
+_UNEXPECTED = (RuntimeError, ValueError, LookupError, ArithmeticError)
+"""Errors of numbers and shapes. Those of Python code, e.g. a wrong name or type, are bugs and pass."""
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Measure in the body, on the CPU and without gradients: the door of every measurement of a recorded part.
+
+    A module may compute anything, in shapes that nobody foresaw. Numbers or shapes that a measurement did not expect
+    raise `NotReplayedError`: what it asked is then unknown.
+    """
+    # torch looks at each of its functions while a device is set.
+    is_cpu = torch.get_default_device().type == "cpu"
+    with nullcontext() if is_cpu else torch.device("cpu"), torch.no_grad():
+        try:
+            yield
+        except _UNEXPECTED as error:
+            raise NotReplayedError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -52,6 +80,20 @@ class Region:
 
     results: frozenset[int]
     """The ids of the tensors that the operations make, or that view memory that these wrote."""
+    tensors: Mapping[int, TensorRef] = field(default_factory=dict)
+    """The tensors of a narrowed region by id: some have fewer elements than in the recording."""
+    indices: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    """The id of each tensor of a narrowed region to the indices that it keeps, by dimension."""
+
+    def of_run(self, tensor: TensorRef) -> TensorRef:
+        """Return a recorded tensor as it is here."""
+        return self.tensors.get(tensor.id, tensor)
+
+    def cut(self, tensor: TensorRef, value: Tensor) -> Tensor:
+        """Return the elements that are kept of the content of a tensor."""
+        for place, indices in self.indices.get(tensor.id, {}).items():
+            value = value.index_select(place, indices)
+        return value
 
     def from_outside(self) -> list[TensorRef]:
         """Return the tensors that the operations read and neither make nor have as a source."""
@@ -106,7 +148,7 @@ class Replay:
         for tensor in part.from_outside():
             value = constants.value(tensor)
             if value is not None:
-                self._constants[tensor.id] = as_double(value)
+                self._constants[tensor.id] = as_double(part.cut(tensor, value.detach().cpu()))
             elif tensor.dtype.startswith(("int", "uint")):
                 raise NotReplayedError("an index is unknown")
             else:
@@ -153,13 +195,24 @@ class Replay:
         try:
             with torch.no_grad():
                 for op in ops:
-                    results = _run_again(self._graph, op, content.__getitem__)
+                    results = self._run_again(op, content.__getitem__)
                     if op.kind != "write":
                         results = self._in_own_memory(op, results)
                     content.update(results)
         except Exception as error:  # an operation may raise anything when it is called directly
             raise NotReplayedError(f"{type(error).__name__}: {error}") from None
         return content
+
+    def _run_again(self, op: Op, content: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        """Run an operation in double precision. Return its outputs, and what views memory that it wrote, by id."""
+
+        def of(tensor: TensorRef) -> Tensor:
+            return content(tensor.id)
+
+        if op.kind != "write":
+            return with_ids(op.outputs, results_of(op, of))
+        views = [self._part.of_run(tensor) for tensor in self._graph.results(op)]
+        return _write_again(op, views, of)
 
     def run_again(
         self,
@@ -202,7 +255,7 @@ def _require_runnable(part: Region) -> None:
     if size > _MOST:
         raise NotReplayedError("too large")
     for op in part.ops:
-        if op.does("draws") and op.base_name not in (*_DROPOUTS, *_COINS):
+        if op.does("draws") and op.base_name not in (*FUSED_DROPOUTS, *_COINS):
             raise NotReplayedError("it draws random numbers")
 
 
@@ -253,32 +306,19 @@ def as_double(value: Tensor) -> Tensor:
     return plain.double() if plain.is_floating_point() else plain
 
 
-def _run_again(
-    graph: Graph,
-    op: Op,
-    content: Callable[[int], Tensor],
-) -> dict[int, Tensor]:
-    """Run an operation in double precision. Return its outputs, and what views the memory that it wrote, by id."""
-
-    def of(tensor: TensorRef) -> Tensor:
-        return content(tensor.id)
-
-    if op.kind == "write":
-        return _write_again(graph, op, of)
-    return with_ids(op.outputs, results_of(op, of))
-
-
 def _write_again(
-    graph: Graph,
     op: Op,
+    views: Sequence[TensorRef],
     content: Callable[[TensorRef], Tensor],
 ) -> dict[int, Tensor]:
-    """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content."""
+    """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content.
+
+    Return what views the memory afterwards, by id.
+    """
     written = op.inputs[0]
     before = content(written)
     if op.output.storage != written.storage:
         raise ValueError("it writes into other memory than that of its first operand")
-    views = graph.results(op)
     is_view_alone = all(_is_same_view(tensor, written) for tensor in views)
     if not is_view_alone and not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
@@ -303,7 +343,8 @@ def _is_same_view(tensor: TensorRef, like: TensorRef) -> bool:
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     """Run an operation in double precision and return its outputs. Raise `ValueError` if their shapes differ."""
-    if op.base_name in _DROPOUTS:
+    if op.base_name in FUSED_DROPOUTS:
+        # As if nothing is dropped.
         source = content(op.inputs[0])
         return [source, torch.ones_like(source, dtype=torch.bool)]
     if op.base_name in _COINS:

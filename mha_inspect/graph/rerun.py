@@ -13,7 +13,7 @@ from torch import Tensor
 from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
-from .ids import any_in, in_order
+from .ids import any_in, ids_of, in_order
 from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
@@ -22,6 +22,8 @@ _FILLED = frozenset(
     ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 )
 """Operations that read no number of their input, only its shape and dtype."""
+FUSED_DROPOUTS = ("native_dropout", "_fused_dropout")
+"""Operations that give their input without what is dropped, and a mask of what is kept."""
 
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
@@ -83,7 +85,12 @@ def run_again(
     op: Op,
     content: Callable[[TensorRef], Tensor],
 ) -> dict[int, Tensor]:
-    """Run an operation again. Return its outputs, and what reads the memory that it wrote, by their ids."""
+    """Run an operation again. Return its outputs, and what reads the memory that it wrote, by their ids.
+
+    Nothing is drawn again: what is random has the numbers of the run. Raise `ValueError` if they were not kept.
+    """
+    if op.does("draws"):
+        return _as_drawn(graph, op, content)
     if op.kind != "write":
         results = results_of(op, content)
         return with_ids(op.outputs, results)
@@ -92,6 +99,39 @@ def run_again(
     if op.output.storage != written.storage or not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
     return write_again(op, before, content, graph.results(op))
+
+
+def _as_drawn(
+    graph: Graph,
+    op: Op,
+    content: Callable[[TensorRef], Tensor],
+) -> dict[int, Tensor]:
+    """Return the results of an operation that draws random numbers, as the run drew them, by their ids.
+
+    A dropout keeps what it kept in the run. Raise `ValueError` if the numbers were not kept.
+    """
+    kept = graph.recording.values
+    if op.base_name in FUSED_DROPOUTS:
+        result, mask = op.outputs
+        if mask.id not in kept:
+            raise ValueError("what a dropout kept is unknown")
+        scale = _scale_of_dropout(op)
+        return {result.id: content(op.inputs[0]) * kept[mask.id] * scale, mask.id: kept[mask.id]}
+    results = ids_of(graph.results(op))
+    if not results <= kept.keys():
+        raise ValueError("the numbers that were drawn are unknown")
+    return {number: kept[number].detach() for number in results}
+
+
+def _scale_of_dropout(op: Op) -> float:
+    """Return by what a fused dropout multiplies the numbers that it keeps."""
+    share = float(op.args[1])
+    is_off = len(op.args) > 2 and op.args[2] is False
+    if is_off:
+        return 1.0
+    if op.base_name == "native_dropout":
+        share = 1 - share  # it has the probability of dropping, and `_fused_dropout` that of keeping
+    return 1 / share if share else 0.0
 
 
 def with_ids(tensors: Iterable[TensorRef], contents: Iterable[Tensor]) -> dict[int, Tensor]:

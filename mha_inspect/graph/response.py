@@ -26,6 +26,7 @@ from ..record.ops import Op, TensorRef
 from .axis import wide
 from .dataflow import Graph
 from .ids import any_in, ids_of
+from .narrow import narrowed
 from .replay import NotReplayedError, Region, Replay, drawn, region, results_of
 from .rerun import Constants
 
@@ -172,11 +173,14 @@ class Response:
     ) -> None:
         """Draw scores of this size. Raise `NotReplayedError` if the region cannot be run again."""
         self.graph = graph
-        self.scores = scores
         if scores.dtype.startswith("complex"):
             raise NotReplayedError("complex scores")
         self.part = region(graph, (scores,), target)
-        self._replay = Replay(graph, self.part, constants)
+        self._constants = constants
+        self._narrow = narrowed(graph, self.part)
+        self.scores = self._narrow.of_run(scores)
+        """The scores that are measured: some of them, if there are many."""
+        self._replay = Replay(graph, self._narrow, constants)
         self.cuts = cuts_of(graph, self.part)
         self._orders: dict[int, Tensor | None] = {}
         self._in_order: dict[int, _Answers | None] = {}
@@ -184,11 +188,11 @@ class Response:
         self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
         self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
-        first = drawn(scores, generator, size)
-        second = drawn(scores, generator, size)
+        first = drawn(self.scores, generator, size)
+        second = drawn(self.scores, generator, size)
         self._drawn = first, second
         self._answers = [self._replay.run({scores.id: numbers}) for numbers in self._drawn]
-        self._places = _places(self.part, self._answers[0])
+        self._places = _places(self._narrow, self._answers[0])
         self._with_others: list[dict[int, Tensor]] = []
         """The answers with other numbers in the place of unknown ones; empty if there are none."""
         if self.unknown:
@@ -209,8 +213,9 @@ class Response:
 
     def _read_order(self, tensor: TensorRef) -> Tensor | None:
         order = self._places.get(tensor.id)
-        if order is None and tensor.shape == self.scores.shape:
-            return torch.arange(self.scores.numel).view(tensor.shape)
+        shape = self._narrow.of_run(tensor).shape
+        if order is None and shape == self.scores.shape:
+            return torch.arange(self.scores.numel).view(shape)
         if order is None:
             return None
         real = order[order >= 0]
@@ -269,7 +274,7 @@ class Response:
 
     def _sums_to_one(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the dimensions along which the numbers of a tensor sum to one in both answers; empty if none do."""
-        shape = tensor.shape
+        shape = self._narrow.of_run(tensor).shape
         answers = [answer[tensor.id] for answer in self._answers]
         if answers[0].dtype != torch.float64 or not shape:
             return ()
@@ -302,10 +307,11 @@ class Response:
         order = self._order_of(tensor)
         if order is None:
             return None
-        shape = list(tensor.shape)
+        whole = self._narrow.of_run(tensor).shape
+        shape = list(whole)
         for place in softmaxed.places:
             shape[place] = 1
-        numbers = torch.arange(prod(shape)).view(shape).expand(tensor.shape)
+        numbers = torch.arange(prod(shape)).view(shape).expand(whole)
         is_score = order >= 0
         rows = torch.full((self.scores.numel,), -1)
         rows[order[is_score]] = numbers[is_score]
@@ -368,7 +374,7 @@ class Response:
         logarithm: bool,
     ) -> Slope | None:
         """Return the slope of a tensor, or of its logarithm, with the stand-ins of a draw; None if it is not linear."""
-        small = self._small()
+        small = _small(self.scores)
         answers = [self._replay.run({self.scores.id: numbers}, draw) for numbers in small]
         values = self._both_by_score(tensor, answers)
         if values is None:
@@ -421,21 +427,22 @@ class Response:
             return 1.0  # a single key for each query: its weight is one, whatever its score is
         return _factor(given, answer)
 
-    def seen(self, softmaxed: Softmaxed) -> Tensor:
-        """Return which weights are not zero in either answer to small scores, in the layout of the weights."""
+    def seen(self, softmaxed: Softmaxed) -> Tensor | None:
+        """Return which weights are not zero in either answer to small scores, in the layout of the weights.
+
+        All of them are run again here, since each may be masked out. None if they are too many.
+        """
         tensor = self.cuts[softmaxed.cut].tensor
         seen = torch.zeros(tensor.shape, dtype=torch.bool)
-        for numbers in self._small():
-            answer = self._replay.run({self.scores.id: numbers})
-            seen = seen | (answer[tensor.id] != 0)
+        scores = self.part.sources[0]
+        try:
+            whole = Replay(self.graph, self.part, self._constants)
+            for numbers in _small(scores):
+                answer = whole.run({scores.id: numbers})
+                seen = seen | (answer[tensor.id] != 0)
+        except NotReplayedError:
+            return None
         return seen
-
-    def _small(self) -> list[Tensor]:
-        """Return scores for which every smooth function is linear."""
-        generator = torch.Generator().manual_seed(1)
-        first = drawn(self.scores, generator, _SMALL)
-        second = drawn(self.scores, generator, _SMALL)
-        return [first, second]
 
     def adds_inside(self, place: int, softmaxed: Softmaxed, exponent: float) -> bool:
         """Return whether weights are not the softmax of a cut alone: exponentials have factors of their own.
@@ -650,6 +657,14 @@ class _Change:
         if not bool(first.isfinite().all() and second.isfinite().all()):
             return None
         return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None
+
+
+def _small(scores: TensorRef) -> list[Tensor]:
+    """Return scores for which every smooth function is linear, twice."""
+    generator = torch.Generator().manual_seed(1)
+    first = drawn(scores, generator, _SMALL)
+    second = drawn(scores, generator, _SMALL)
+    return [first, second]
 
 
 def _is_hidden(numbers: Tensor) -> Tensor:

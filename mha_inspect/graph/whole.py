@@ -22,7 +22,7 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
 from .ids import by_id, ids_of, in_order
-from .replay import NotReplayedError, Region, Replay, in_layout, region
+from .replay import NotReplayedError, Region, Replay, in_layout, measuring, region
 from .rerun import Constants
 
 _MOST_OPS = 4000
@@ -110,8 +110,9 @@ def whole_attention(
         if numbers * max(operands[0].shape) > _MOST_WORK:
             continue
         try:
-            replay = Replay(graph, part, constants)
-            attention = None if replay.unknown else _Measurement(part, replay).attention()
+            with measuring():
+                replay = Replay(graph, part, constants)
+                attention = None if replay.unknown else _Measurement(part, replay).attention()
         except NotReplayedError:
             continue
         if attention is not None:
@@ -638,13 +639,17 @@ class _Products:
 
 
 def _product(operands: _Operands, draw: _Draw, *, unit: bool) -> _Products | None:
-    """Return the products of drawn queries and keys; None if the keys have no whole number of heads."""
-    heads = draw.weights.heads
-    queries = split(operands.query.layout.features_last(draw.query), heads)
-    size = queries.shape[-1]
+    """Return the products of drawn queries and keys; None if they have no whole number of heads, or other batches."""
+    batch, heads = draw.weights.by_head.shape[:2]
+    given = operands.query.layout.features_last(draw.query)
     features = operands.key.layout.features_last(draw.key)
+    # Heads may be folded into the batch of one operand and not of another.
+    if not batch == len(given) == len(features) or given.shape[2] % heads:
+        return None
+    queries = split(given, heads)
+    size = queries.shape[-1]
     key_heads, rest = divmod(features.shape[2], size)
-    if rest or heads % key_heads:
+    if rest or not key_heads or heads % key_heads:
         return None
     keys = split(features, key_heads)
     if unit:

@@ -25,6 +25,7 @@ from .attention import Attention
 from .axis import size_of
 from .dataflow import Graph
 from .ids import ids_of
+from .replay import NotReplayedError, measuring
 from .rerun import Constants
 from .whole import Operand, WholeAttention, operations_behind, split, whole_attention
 
@@ -45,17 +46,17 @@ def written_out(graph: Graph, attentions: Sequence[Attention]) -> Recording | No
     """
     constants = Constants(graph, {}, kept=False)
     wholes: list[WholeAttention] = []
-    with torch.device("cpu"), torch.no_grad():  # whatever the surrounding default is
-        for context in unread_contexts(graph, attentions):
-            whole = whole_attention(graph, context, constants)
-            if whole is not None:
-                wholes.append(whole)
-        if not wholes:
-            return None
-        try:
+    for context in unread_contexts(graph, attentions):
+        whole = whole_attention(graph, context, constants)
+        if whole is not None:
+            wholes.append(whole)
+    if not wholes:
+        return None
+    try:
+        with measuring():
             return _Rewriter(graph, wholes).recording()
-        except RuntimeError:  # whatever the steps raise, e.g. without memory, the recording stays as it is
-            return None
+    except NotReplayedError:  # whatever the steps raise, e.g. without memory, the recording stays as it is
+        return None
 
 
 def unread_contexts(graph: Graph, attentions: Sequence[Attention]) -> list[TensorRef]:

@@ -399,15 +399,32 @@ class _Words:
         else:
             axes = _axes_of_shared(kind, first)
         inside = self._inside(kind, parts)
-        if inside:
+        if inside and _are_read_alike(parts):
             for dim in first.placement.inner_dims:
                 if dim < len(shape) - first.taps:
-                    axes[dim] = inside
+                    axes[dim] = self._of_stacked(parts, dim, inside)
         return axes
+
+    def _of_stacked(self, parts: list[Part], dim: int, inside: str) -> str:
+        """Return the name of a dimension outside heads, `(kv embed)` if the parts are stacked along it."""
+        shape = parts[0].parameter.tensor.shape
+        letters = "".join(part.letter for part in parts)
+        count, _ = parts[0].inner or (shape[dim], 1)
+        if count == shape[dim]:
+            return inside
+        is_whole = letters in _PACKED and len(parts) * count == shape[dim]
+        return f"({letters} {inside})" if is_whole else "packed"
 
     def _axes_by_head(self, parts: list[Part]) -> list[str]:
         """Return the name of each dimension of a parameter with heads: `(qkv heads head_dim) embed`."""
         first = parts[0]
+        stacked = _stacked_inside(parts)
+        if stacked is not None and not _are_read_alike(parts):
+            sizes = list(map(str, first.placement.shape))
+            sizes[stacked] = "packed"
+            return sizes
+        if stacked is not None:
+            parts = [first]
         heads, width = self._words_of_heads(parts)
         letters = "".join(part.letter for part in parts)
         packed = letters if letters in _PACKED else "packed"
@@ -497,7 +514,8 @@ class _Words:
     def _of_several(self, matrices: str, parts: list[Part]) -> str:
         """Return the text for a parameter with several matrices: `W_q, W_k, W_v stacked: rows 0–11, 12–23, 24–35`."""
         placements = _placements_of(parts)
-        dim = varying_dim(placements)
+        stacked = _stacked_inside(parts)
+        dim = varying_dim(placements) if stacked is None else stacked
         if dim is None:
             return matrices
         unit = _unit(parts[0].parameter.tensor, dim)
@@ -513,6 +531,8 @@ class _Words:
         users = self._users()
         if users and any(part.letter in "kv" for part in parts):
             text += f"; the first key/value head is for query heads {users}"
+        if stacked is not None and len(placements[0].shape) == 2:
+            text += f"; {_ways_to_read(parts)}"
         return text
 
     def _of_single(
@@ -635,6 +655,33 @@ def _without_twins(parts: Sequence[Part]) -> list[Part]:
             distinct.append(part)
         placements.add(number)
     return distinct
+
+
+def _stacked_inside(parts: Sequence[Part]) -> int | None:
+    """Return the dimension of the inputs of a matrix if several are stacked along it: 0 for x @ w[:n], x @ w[n:]."""
+    first = parts[0].placement
+    for dim in range(len(first.shape) - first.taps):
+        is_of_inputs = any(dim in part.placement.inner_dims for part in parts)
+        used = {part.placement.used(dim) for part in parts}
+        if is_of_inputs and len(used) == len(parts) > 1:
+            return dim
+    return None
+
+
+def _are_read_alike(parts: Sequence[Part]) -> bool:
+    """Return whether the inputs of all matrices lie along the same dimensions."""
+    return len({part.placement.inner_dims for part in parts}) == 1
+
+
+def _ways_to_read(parts: Sequence[Part]) -> str:
+    """Return `each is read as (in, out)`, or which matrix is read in which way."""
+    ways: dict[str, list[str]] = {}
+    for part in parts:
+        way = "(in, out)" if 0 in part.placement.inner_dims else "(out, in)"
+        ways.setdefault(way, []).append(f"W_{part.letter}")
+    if len(ways) == 1:
+        return f"each is read as {next(iter(ways))}"
+    return ", ".join(f"{' and '.join(names)} read as {way}" for way, names in ways.items())
 
 
 def _are_shared(parts: Sequence[Part]) -> bool:

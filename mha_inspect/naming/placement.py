@@ -64,12 +64,20 @@ class Placement:
         for head, row in self.heads.items():
             present = row[row >= 0]
             along = places_along(present, self.shape, self.stride)
+            inside = self._inside(present)
             for dim, size in enumerate(self.shape):
-                if dim in self.inner_dims:
+                if dim >= len(self.shape) - self.taps:
                     dims[dim][head] = np.arange(size)
+                elif dim in self.inner_dims:
+                    dims[dim][head] = np.unique(inside[dim])
                 else:
                     dims[dim][head] = np.unique(along[dim])
         return dims
+
+    def _inside(self, present: Indices) -> tuple[Indices, ...]:
+        """Return the indices along each dimension of the numbers of the first feature."""
+        number, step = self.inner or (1, 1)
+        return places_along(present[:1] + step * np.arange(number), self.shape, self.stride)
 
     @cached_property
     def runs(self) -> tuple[dict[int, tuple[Run, ...]], ...]:

@@ -21,6 +21,7 @@ from ..reports.trace import Cache, Memory, QKNorm
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
 from .pattern import dims_of, rearrangement
 from .score_formulas import joint_text, masked_text, scale_text, weighed_text
+from .weight_order import reads_as_stored
 
 _INPUTS = ("query", "key", "value")
 _PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
@@ -146,7 +147,8 @@ class StageFacts:
         if cache is not None:
             source = f"(cache ({cache.past}) + {source} ({cache.new}))"
         bias = f" + b_{letter}" if self._adds_bias(stage, op) else ""
-        return f"{source} · W_{letter}ᵀ{bias}"
+        transposed = "" if reads_as_stored(self._graph, op) else "ᵀ"
+        return f"{source} · W_{letter}{transposed}{bias}"
 
     def _projected_source(self, side: str, op: Op) -> str:
         """Return the stage that a projection reads; `a part of query` if the input is split before its projection."""

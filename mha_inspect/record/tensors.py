@@ -150,6 +150,10 @@ class Tensors:
             self.values.clear()
         return not self.is_full
 
+    def has_room_for(self, nbytes: int) -> bool:
+        """Return whether tensors of so many bytes may still be kept."""
+        return self.room is None or (not self.is_full and nbytes <= self.room)
+
     def note(self, value: Any) -> Any:
         """Return a snapshot of an argument: a tensor as its look, a sequence as a list, other objects as text."""
         if type(value) in PLAIN:

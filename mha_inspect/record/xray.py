@@ -42,6 +42,10 @@ _COPIED = 1 << 20
 """Keys and values up to this many bytes are copied and compared after the run; larger ones are compared at once."""
 
 
+_STEPS = 4
+"""Steps of a kernel that are as large as its scores: the product, its scale, the mask and the softmax."""
+
+
 class _Opening(NamedTuple):
     """The notes on a kernel that has run, from which its steps are added later."""
 
@@ -50,6 +54,8 @@ class _Opening(NamedTuple):
     func: Any
     shapes_only: bool
     """Whether its steps are too large for numbers."""
+    nbytes: int
+    """The bytes of its largest step."""
     sight: Sight | None
     """Which query sees which key in its weights; None if not known."""
     drops: bool
@@ -206,12 +212,13 @@ class XRay(Recorder):
         with self._unrecorded():
             try:
                 call = read_kernel(func, args, kwargs)
-                shapes_only = not results[0].is_meta and call.size(results) > self._budget
+                nbytes = call.size(results)
+                shapes_only = not results[0].is_meta and nbytes > self._budget
                 with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
                     sight = self._sight_of_call(call, results)
                     if not is_kept and _is_comparable(results[0]):
                         check = self._later(*call.of_few(results, place + 1))
-                opening = _Opening(place, func, shapes_only, sight, call.dropout > 0, check)
+                opening = _Opening(place, func, shapes_only, nbytes, sight, call.dropout > 0, check)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
         self._note(operator, noted, named, result, opening=opening)
@@ -294,7 +301,9 @@ class XRay(Recorder):
         """
         _, args, kwargs, results, _, _, number, *_ = entry
         is_kept = self._tensors.keep and all(is_with_tensor(look) for look in results)
-        computed = is_kept and not opening.shapes_only
+        # Steps that cannot be kept with the run have no use for their numbers.
+        has_room = self._tensors.has_room_for(_STEPS * opening.nbytes)
+        computed = is_kept and not opening.shapes_only and has_room
         has_tensors = any(map(is_with_tensor, looks_in([args, kwargs])))
         kind = None if has_tensors else _kind_of_call(entry, opening)
         call, steps = None, None

@@ -44,11 +44,12 @@ _NO_RANKING = (
 
 
 def compare_heads_page(report: CompareHeadsReport) -> Page:
-    """Return the page: one row per head count, the reasons, and the answer last."""
+    """Return the page: one row per head count, the reasons; the answer first."""
     return layer_page(report.environment, report.layer, _sections(report))
 
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
+    yield answered(report.answer)
     yield _head_counts(report)
     yield section("", Paragraph(_difference_legend(report)), more="")
     yield _stages(report)
@@ -60,7 +61,6 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield _focus(report.focus)
     if report.timing is not None:
         yield _timing(report.timing)
-    yield answered(report.answer)
     options = [*_options_left(report)]
     if options:
         yield section("", Paragraph(f"Next: {'; '.join(options)}.", "muted"), more="")

@@ -162,11 +162,7 @@ def _first_difference(report: DiffReport) -> Iterator[tuple[str, str]]:
     """Yield the first stage that differs, how far, and the operation of each side."""
     row = _first_differing_row(report)
     if row is None:
-        is_any_compared = any(row.verdict for row in report.stages)
-        if is_any_compared:
-            yield "stage", "none: every shared stage is the same"
-        else:
-            yield "stage", "none: the sides share no stage"
+        yield "stage", _without_first_difference(report)
         return
     stage = f"{row.name}, {_distance(row)}"
     if row.attention:
@@ -175,6 +171,17 @@ def _first_difference(report: DiffReport) -> Iterator[tuple[str, str]]:
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
             yield name, _op_of(side)
+
+
+def _without_first_difference(report: DiffReport) -> str:
+    """Return why no stage is the first that differs."""
+    if any(row.verdict == "differs" for row in report.stages):
+        return "none: the outputs are the same, so the stages that differ do so in form alone"
+    if any(row.verdict for row in report.stages):
+        return "none: every shared stage is the same"
+    if any(row.left is not None and row.right is not None for row in report.stages):
+        return "unknown: no stage was compared"
+    return "none: the sides share no stage"
 
 
 def _op_of(side: StageSide) -> str:
@@ -192,7 +199,7 @@ def _first_differing_row(report: DiffReport) -> StageRow | None:
 
 def _distance(row: StageRow) -> str:
     if row.times_noise is None:
-        return "different sizes"
+        return "below -30,000 on one side" if row.name == "masked_scores" and row.note else "different sizes"
     if row.max_abs_difference is not None and isinf(row.max_abs_difference):
         return "not finite on one side"
     return f"{text.multiple(row.times_noise)} times the rounding error"

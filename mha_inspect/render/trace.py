@@ -119,7 +119,9 @@ def _returned(trace: Trace) -> str:
     texts = []
     for tensor in folded(trace.returns, "name", apart=_has_contents):
         words = [tensor.name, text.shape(tensor.shape)]
-        if tensor.axes and (tensor.name, tensor.shape, tensor.axes) not in stages:
+        if tensor.mean_of_heads:
+            words[-1] += f", the mean of {tensor.mean_of_heads} heads"
+        elif tensor.axes and (tensor.name, tensor.shape, tensor.axes) not in stages:
             words.append(tensor.axes)
         if tensor.dtype != trace.environment.dtype:
             words.append(tensor.dtype)

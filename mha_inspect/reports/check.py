@@ -65,6 +65,8 @@ class SkippedCheck:
     """A short form of the reason, shared by similar checks; empty if there is none."""
     _give: str = ""
     """What to give so that the check can run, the end of the reason; empty if any other input may do."""
+    _in_part: bool = False
+    """Whether the check ran, and the reason is about a part that it could not judge."""
 
 
 @dataclass(frozen=True, repr=False)

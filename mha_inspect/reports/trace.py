@@ -172,6 +172,8 @@ class Returned:
     """Statistics of the content; None if not requested."""
     values: Values | None = None
     """The content; None if not requested."""
+    mean_of_heads: int | None = None
+    """The number of heads whose weights it is the mean of, as its numbers show; None if it is no mean, or unknown."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class State:
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
+    of_python: Any
+    of_numpy: Any
     contents: list[tuple[torch.Tensor, torch.Tensor]]
     """Each buffer with a copy of its content."""
     attributes: list[tuple[Any, Any]]
@@ -126,6 +128,8 @@ class State:
     def restore(self) -> None:
         """Restore everything to this moment."""
         torch.set_rng_state(self.cpu)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
         for gpu, numbers in self.gpus.items():
             torch.cuda.set_rng_state(numbers, gpu)
         with torch.no_grad():
@@ -241,7 +245,7 @@ class Subject:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:
-                stack.enter_context(torch.random.fork_rng(devices=self._gpus()))
+                stack.enter_context(torch.random.fork_rng(devices=self.gpus()))
                 stack.callback(random.setstate, random.getstate())
                 stack.callback(np.random.set_state, np.random.get_state())
                 seed_everything(self.seed)
@@ -381,7 +385,9 @@ class Subject:
             modes.append((part, part.training))
         return State(
             cpu=torch.get_rng_state(),
-            gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
+            gpus={gpu: torch.cuda.get_rng_state(gpu) for gpu in self.gpus()},
+            of_python=random.getstate(),
+            of_numpy=np.random.get_state(),
             contents=contents,
             attributes=attributes,
             modes=modes,
@@ -397,8 +403,8 @@ class Subject:
         finally:
             now.restore()
 
-    def _gpus(self) -> list[int]:
-        """CUDA devices whose generators a run may draw from."""
+    def gpus(self) -> list[int]:
+        """Return the CUDA devices whose generators a run may draw from."""
         gpus = set()
         for tensor in chain(self.module.parameters(), self._tensors()):
             if tensor.device.type == "cuda":

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .inside import KV, Attend, D
+from .inside import B as BATCH
+
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -166,3 +169,50 @@ class Rotated(nn.Module):
         )
         kept = slice(-self.most if self.most else None, None)
         return self.o(context.transpose(1, 2).flatten(2)), (k[:, :, kept], v[:, :, kept], at + x.shape[1])
+
+
+# -- steps of a loop, with a cache that the module keeps ---------------------------------------------------------------
+
+
+class Stepped(Attend):
+    """Attention that keeps its keys, in steps."""
+
+    slots = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = 0
+        self.old: list[Tensor] = []
+        self.kept = [torch.zeros(BATCH, KV, self.slots, D) for _ in range(2)]
+
+    def cached(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        start, self.past = self.past, self.past + k.shape[2]
+        keys, values = self.write(k, v, slice(start, self.past))
+        return keys, values, torch.arange(keys.shape[2]) <= torch.arange(start, self.past)[:, None]
+
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class Concatenated(Stepped):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        self.old = [torch.cat((old, x), 2) for old, x in zip(self.old, (k, v), strict=True)] if self.old else [k, v]
+        return self.old
+
+
+class IndexCopied(Stepped):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        places = torch.arange(new.start, new.stop)
+        return [kept.index_copy_(2, places, x) for kept, x in zip(self.kept, (k, v), strict=True)]
+
+
+class Paged(Stepped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = [torch.zeros(2 * self.slots, KV, D) for _ in range(2)]
+        self.pages = torch.randperm(2 * self.slots).view(BATCH, self.slots)
+
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        for pool, x in zip(self.pools, (k, v), strict=True):
+            pool[self.pages[:, new]] = x.transpose(1, 2)
+        return [pool[self.pages[:, : new.stop]].transpose(1, 2) for pool in self.pools]

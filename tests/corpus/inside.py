@@ -111,6 +111,17 @@ def by_columns(x: Tensor, angle: Tensor) -> Tensor:
     return (matrices(angle) @ x[..., None]).squeeze(-1)
 
 
+def by_other_matrices(x: Tensor, angle: Tensor) -> Tensor:
+    others = torch.linspace(0, 9, T * D * D).sin().view(T, D, D)
+    return torch.einsum("bhnd,ned->bhne", x, matrices(angle) + others)
+
+
+def half_written(x: Tensor, angle: Tensor) -> Tensor:
+    turned = x.clone()
+    turned[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
+    return turned
+
+
 def swapped(x: Tensor, angle: Tensor) -> Tensor:
     """Neighbours are swapped by one matrix for all positions."""
     angle = angle.repeat_interleave(2, -1)
@@ -280,6 +291,8 @@ NOTHING: dict[str, dict[str, Any]] = {
     "the same rotation everywhere": {
         "positions": lambda self, q, k: (halves(q, angles(1, 1)), halves(k, angles(1, 1)))
     },
+    "by other matrices": {"positions": both(by_other_matrices)},
+    "half of the features are written": {"positions": both(half_written)},
     "the largest score is taken off": {"scores": lambda self, scores: scores - scores.amax(-1, True).expand_as(scores)},
     "padding that is added": {"scores": lambda self, s: s + (PLACES > 3) * torch.finfo(torch.float32).min},
     "keys that are learned": {
@@ -328,6 +341,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "nothing: a learned gain": {"scale": 0.3 * D**-0.5, "early": 0.3},
     "nothing: the same rotation everywhere": {"findings": frozenset({"rotary"})},
+    "nothing: half of the features are written": {"findings": frozenset({"rotary"}), "rows": None},
     "nothing: the largest score is taken off": {"masked": True},
     "nothing: padding that is added": {"masked": True},
     "nothing: keys that are learned": {"lengths": {"key": None}},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Base
-from .entry import E, H, has_none
+from .entry import E, Entry, H, add, has_none, hidden
 
 B, N, A, V, K = 7, 11, 19, 17, 5
 
@@ -370,3 +372,106 @@ class OtherExponentials(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT
         return (scores @ v) / scores.exp().sum(-1, keepdim=True)
+
+
+# -- gates over branches ----------------------------------------------------------------------------------------------
+
+
+class _Branches(nn.Module):
+    """Convolutions side by side, summed with shares that are computed of what is pooled from all of them."""
+
+    def __init__(self, to: int = 8, count: int = 2) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Conv2d(to, to, 3, padding=1) for _ in range(count))
+        self.reduce, self.select = nn.Conv2d(to, 5, 1), nn.Conv2d(5, count * to, 1)
+        self.count = count
+
+    def shares(self, stacked: Tensor) -> Tensor:
+        """Return `batch branch channel 1 1`."""
+        pooled = stacked.sum(1).mean((2, 3), keepdim=True)
+        logits = self.select(self.reduce(pooled).relu())
+        return logits.unflatten(1, (self.count, -1)).softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stacked = torch.stack([path(x) for path in self.paths], 1)
+        return (stacked * self.shares(stacked)).sum(1).relu()
+
+
+class _SplitAttention(_Branches):
+    """As ResNeSt has it: one convolution makes all branches, and the logits are moved before the softmax."""
+
+    def __init__(self, to: int = 8, count: int = 2) -> None:
+        super().__init__(to, count)
+        self.all = nn.Conv2d(to, count * to, 3, padding=1, groups=count)
+
+    def shares(self, stacked: Tensor) -> Tensor:
+        pooled = stacked.sum(1).mean((2, 3), keepdim=True)
+        logits = self.select(self.reduce(pooled).relu()).flatten(1)
+        moved = logits.view(len(logits), 1, self.count, -1).transpose(1, 2).softmax(1)
+        return moved.reshape(len(logits), self.count, -1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stacked = self.all(x).unflatten(1, (self.count, -1))
+        return (stacked * self.shares(stacked)).sum(1).relu()
+
+
+class _LinearBranches(nn.Module):
+    """Branches of tokens, whose shares a linear layer computes of their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.select = nn.Linear(8, 3 * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).mT
+        stacked = torch.stack([path(tokens) for path in self.paths], 1)
+        shares = self.select(stacked.sum(1).mean(1)).unflatten(-1, (3, -1)).softmax(1)
+        return (stacked * shares[:, :, None]).sum(1).mT.reshape(x.shape)
+
+
+def _images(batch: int, length: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+    return (torch.randn(batch, 8, length, length),), {}
+
+
+for kind, made in (("selective kernels", _Branches), ("split", _SplitAttention), ("linear", _LinearBranches)):
+    for depth in (1, 2, 3):
+        add(
+            Entry(
+                f"branches: {kind}, {depth}",
+                lambda made=made, depth=depth: nn.Sequential(*(made() for _ in range(depth))),
+                _images,
+                (),
+                sizes=((2, 6),),
+            )
+        )
+
+
+# -- three projections, and something else -----------------------------------------------------------------------------
+
+
+class OfThree(nn.Module):
+    """Three projections of the tokens, and what a function makes of them."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.make = nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, E), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self.q(x), self.k(x), self.v(x))
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
+
+
+OF_THREE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear attention": linear_attention,
+    "efficient attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "a classifier": lambda q, k, v: (q.relu().mean(1) + k.mean(1) * v.mean(1)).softmax(-1),
+    "weights without values": lambda q, k, v: (q @ k.mT).softmax(-1) + v.mean(),
+    "gates": lambda q, k, v: torch.sigmoid(q) * k.tanh() * v,
+}
+for _name, _make in OF_THREE.items():
+    add(Entry(f"none: {_name}", lambda make=_make: OfThree(make), hidden, (), sizes=((7, 11),)))

@@ -193,6 +193,48 @@ class Einsum(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class TorchsLayer(nn.Module):
+    """torch's own layer, with one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, H, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, x, x)[0]
+
+
+class ByMatrix(nn.Module):
+    """A projection as `x @ weight`, with the names and the shapes of a square nn.Linear."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inner, outer)), nn.Parameter(torch.randn(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def of_matrices() -> nn.Module:
+    module = Shared(kv_heads=H)
+    module.q, module.k, module.v, module.o = (ByMatrix(WIDTH, WIDTH) for _ in range(4))
+    return module
+
+
+class LowRank(nn.Module):
+    """Keys and values through a narrower layer: their matrices have 7 columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 7), nn.Linear(7, 2 * WIDTH)
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides = (self.q(x), *self.up(self.down(x)).chunk(2, -1))
+        q, k, v = (side.unflatten(-1, (H, -1)).transpose(1, 2) for side in sides)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Around(nn.Module):
     """The same inside another module, under other names."""
 
@@ -287,6 +329,9 @@ PAIRS = [
     Pair("RepeatedEach", Shared, lambda: Shared(tiled=True), ("shared heads",)),
     Pair("DrawnInAnotherOrder", Shared, lambda: Shared(order="kqv"), outcome="same"),
     Pair("ReadTransposed", Einsum, lambda: Shared(kv_heads=H), outcome="same"),
+    Pair("ReadAsMatrices", of_matrices, lambda: Shared(kv_heads=H), outcome="same"),
+    Pair("TorchsLayer", TorchsLayer, lambda: Shared(kv_heads=H), outcome="same"),
+    Pair("LowRank", LowRank, lambda: Shared(kv_heads=H), whole=False),
     Pair("OtherNamesAndOrder", with_(split=_by_head), Around, outcome="same"),
     Pair(
         "MaskInABuffer",

@@ -203,6 +203,74 @@ weighed(
 weighed("normed by a layer", lambda s: F.layer_norm(s, s.shape[-1:]).softmax(-1), masked=True, scale=None)
 
 
+# -- what is done to scores before the softmax -------------------------------------------------------------------------
+
+
+class Scored(Heads):
+    """Scores by a function of queries and keys, `batch heads position head_dim`."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        return self.joined(self.score(q, k).softmax(-1), v)
+
+
+def scored(name: str, score: Callable[[Tensor, Tensor], Tensor], formula: str, **facts: Any) -> None:
+    usual: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "given": _tokens, "sizes": ((B, N),), "ones": False}
+    formulas = {"formulas": {"masked_scores": formula} if formula else {}, "masked": bool(formula)}
+    register(f"scored: {name}", lambda: Scored(score), **usual | formulas | facts)
+
+
+BIAS = torch.randn(N, N, generator=torch.Generator().manual_seed(0))
+
+
+def in_product(q: Tensor, k: Tensor, beta: float) -> Tensor:
+    made = torch.baddbmm(BIAS.expand(B * HEADS, N, N), q.flatten(0, 1), k.flatten(0, 1).mT, beta=beta, alpha=0.25)
+    return made.unflatten(0, (B, HEADS))
+
+
+def kernel(number: float) -> Callable[[], nn.Module]:
+    """Return what makes attention by a kernel, with a number that is added to the scores of later keys."""
+
+    class ByKernel(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+            mask = torch.full((x.shape[1], x.shape[1]), number).triu(1)
+            return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+    return ByKernel
+
+
+IN_PRODUCT = {f"{part}_heads": f"(batch heads) {token} head_dim" for part, token in (("q", "query"), ("k", "key"))}
+IN_BOTH = {"axes": IN_PRODUCT | {"scores": "(batch heads) query key"}}
+scored("bias in the product", lambda q, k: in_product(q, k, 1), "scores + bias", scale=0.25, bias=True, **IN_BOTH)
+scored("nothing in the product", lambda q, k: in_product(q, k, 0), "", scale=0.25, axes=IN_PRODUCT)
+scored(
+    "scaled twice", lambda q, k: (q @ k.mT / 2 + BIAS) / 2, "(scores + bias) / √4", scale=0.25, in_scores=0.5, bias=True
+)
+scored(
+    "capped and biased",
+    lambda q, k: 1.5 * torch.tanh(q @ k.mT / 2 / 1.5) + BIAS,
+    "1.5 · tanh(scores / 1.5) + bias",
+    scale=0.5,
+    bias=True,
+)
+scored(
+    "the past",
+    lambda q, k: (q @ k.mT).masked_fill(torch.ones(N, N).tril(-1).bool(), -torch.inf),
+    "mask(scores)",
+    scale=1.0,
+)
+scored("a small bias", lambda q, k: q @ k.mT + torch.ones(N, N).triu(1) * -3.0, "scores + bias", scale=1.0, bias=True)
+scored("padding", lambda q, k: (q @ k.mT).masked_fill(torch.arange(N) > 3, -torch.inf), "mask(scores)", scale=1.0)
+_of_kernel: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "given": _tokens, "sizes": ((B, N),), "ones": False}
+register("KernelLowered", kernel(-200.0), **_of_kernel, kind=("self", "causal"), masked=True)
+register("KernelBiased", kernel(-50.0), **_of_kernel, masked=True, bias=True)
+
+
 # -- memories and learned queries --------------------------------------------------------------------------------------
 
 
@@ -884,6 +952,42 @@ class GivenPast(Heads):
         q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
         k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
         return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class InBuffers(Heads):
+    """Keys and values of four tokens before the call and of the call are in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.randn(2, B, HEADS, 20, HEAD_DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        end = 4 + x.shape[1]
+        self.kept[1, :, :, 4:end] = v
+        self.kept[0, :, :, 4:end] = k
+        k, v = self.kept[:, :, :, :end]
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class WrittenNow(Heads):
+    """The memory was there before, and its content was not: keys of other tokens of the call, and of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("room", torch.zeros(2, B, HEADS, 2 + N, HEAD_DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        for side, (new, first) in enumerate(((k, self.k(x[:, :2] * 2)), (v, self.v(x[:, :2] * 2)))):
+            self.room[side, :, :, :2] = self.split(first)
+            self.room[side, :, :, 2:] = new
+        return self.joined(self.scores(q, self.room[0]).softmax(-1), self.room[1])
+
+
+_in_buffers: dict[str, Any] = _of_kernel | {"grad": False, "lengths": {"key": None}}
+register("InBuffers", InBuffers, **_in_buffers, cache=Cache(4, N, 0, "in place"))
+register("WrittenNow", WrittenNow, **_in_buffers)
 
 
 class SharedKeyHeads(nn.Module):

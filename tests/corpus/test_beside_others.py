@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import mha_inspect
 
 from .base import Base
+from .claims import WIDTH, Nan
 from .entry import D, E, H
 from .every import ENTRIES
 from .near import PoolAtABentTime, PoolAtATime
@@ -143,3 +144,16 @@ def test_a_bend_makes_the_difference() -> None:
             module.b.bias += 1
         apart = (module.score(module.hidden(x.double())).softmax(1) - before).abs().max()
         assert (float(apart) > 1e-6) == hangs
+
+
+@pytest.mark.parametrize("of", ["forward", "input", "parameters"])
+def test_the_place_where_nan_begins_is_said(of: str) -> None:
+    module, x = Nan().eval(), torch.randn(2, 7, WIDTH)
+    if of != "forward":
+        x = x.abs()
+    if of == "input":
+        x[1, 2, 3] = torch.nan
+    if of == "parameters":
+        module.q.bias.data[4] = torch.nan
+    begins = {"forward": "first appears in the stage query", "input": "so has the input", "parameters": "so have param"}
+    assert begins[of] in " ".join(mha_inspect.trace(module, x).notes)

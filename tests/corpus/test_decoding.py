@@ -13,11 +13,28 @@ import mha_inspect
 from mha_inspect.answers.decode import decoded
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
+from mha_inspect.reports.trace import Cache
 from mha_inspect.running.subject import Subject
 
 from . import wrong_caches as published
-from .decoding import SIZES, Attention, Last, Odd, Restarting, Rotated, Slots, Static, TwoLayers, TwoWays, WithBias
+from .decoding import (
+    SIZES,
+    Attention,
+    Concatenated,
+    IndexCopied,
+    Last,
+    Odd,
+    Paged,
+    Restarting,
+    Rotated,
+    Slots,
+    Static,
+    TwoLayers,
+    TwoWays,
+    WithBias,
+)
 from .every_mistake import CASES, Case
+from .inside import KV, D, H, T, X
 
 IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
 
@@ -288,3 +305,27 @@ def test_decode_tells_the_positions_of_its_calls(fault):
     torch.manual_seed(1)
     trace = decode(Rotated(fault=fault), torch.randn(1, 8, 24), steps=2)
     assert [step.query_offset for step in trace.steps] == [0, 6 + fault, 7 + 2 * fault]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "slots"), [(Concatenated, "concatenated", 0), (IndexCopied, "in place", 12), (Paged, "paged", 0)]
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_steps_of_a_loop_have_the_cache_of_the_steps_before(kind, way, slots, alone):
+    torch.manual_seed(0)
+    module, steps = kind().eval(), (X, X[:, :1] * 2, X[:, :1] * 3)
+    with torch.no_grad():
+        if alone:
+            attentions = [mha_inspect.trace(module, step).attentions[0] for step in steps]
+        else:
+            with mha_inspect.recording() as seen:
+                for step in steps:
+                    module(step)
+            attentions = [*seen.trace.attentions]
+    assert [(a.num_heads, a.num_kv_heads, a.head_dim) for a in attentions] == [(H, KV, D)] * 3
+    assert [attention.kind for attention in attentions] == [("self", "causal", "grouped"), *[("self", "grouped")] * 2]
+    caches = [Cache(past, new, max(slots - past - new, 0), way) for past, new in ((0, T), (T, 1), (T + 1, 1))]
+    assert [attention.cache for attention in attentions] == [caches[0] if slots else None, *caches[1:]]
+    empty = " + empty (4)" if slots else ""
+    formulas = {stage.name: stage.formula for stage in attentions[2].stages}
+    assert formulas["k_heads"] == f"cache (7) + k_proj in heads (1){empty}, each head repeated 2 times"

@@ -13,6 +13,7 @@ from torch import nn
 import mha_inspect
 from mha_inspect.answers.failure.causes import CAUSES
 from mha_inspect.errors import ForwardError
+from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.trace import Failure
 
 from .failing import FAILING, Failing
@@ -60,7 +61,7 @@ def test_the_cause_is_named(name: str) -> None:
         assert tuple(operand.name for operand in failure.operands) == case.operands
 
 
-@pytest.mark.parametrize("name", [name for name, case in FAILING.items() if case.fix or case.without_fix])
+@pytest.mark.parametrize("name", [name for name, case in FAILING.items() if case.cause or case.without_fix])
 def test_a_fix_mends_it(name: str) -> None:
     case, failure = FAILING[name], failure_of(name)
     fix = "" if failure.cause is None else failure.cause.fix
@@ -84,6 +85,30 @@ def test_printed_code_for_a_mask_runs_and_masks_what_was_meant(name: str) -> Non
     q, k, _ = module.attn.in_proj_weight.chunk(3)
     q, k = ((x @ w.T).unflatten(-1, (3, 8)).transpose(1, 2) for w in (q, k))
     torch.testing.assert_close(weights, (q @ k.mT / 8**0.5 + meant).softmax(-1))
+
+
+DIFFERING = {
+    "batch_differs": {"batch"},
+    "lengths_differ": {"key"},
+    "head_dim_differs": {"head_dim"},
+    "wrong_width": {"embed"},
+    "wrong_head_dim": {"query", "key"},
+}
+"""Of each cause, the axes that are what is wrong: they have two sizes in what was completed."""
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_axis_has_one_size_in_what_was_completed(name: str) -> None:
+    failure, sizes = failure_of(name), dict[str, set[int]]()
+    completed = [stage for stage in failure.completed if stage.name and "(" not in stage.axes]
+    for stage in completed:
+        for axis, size in zip(stage.axes.split(), stage.shape, strict=True):
+            if not axis.isdigit():
+                sizes.setdefault(axis, set()).add(size)
+    differing = {axis for axis, found in sizes.items() if len(found) > 1}
+    assert differing <= DIFFERING.get("" if failure.cause is None else failure.cause.name, set())
+    order = [STAGES.index(stage.name) for stage in completed if stage.name in STAGES]
+    assert order == sorted(order)
 
 
 NAMES_OF_ONE = ["key_not_transposed", "no_key_transpose", "key_not_split", "concat_forgotten"]

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mha_inspect
 
 from .every import ENTRIES, entries
 from .runs import Numbers, returned_by, shown, traced
@@ -121,8 +124,39 @@ def test_a_scale_that_is_no_number_is_one_for_each_head() -> None:
     assert math.isnan(traced("UnitHeads").attentions[0].scale)
 
 
-def assert_close(left: Tensor, right: Tensor) -> None:
+def assert_close(left: Tensor, right: Tensor, rtol: float = 2e-4) -> None:
     """Assert that numbers are equal within float32's rounding, where neither was masked with a huge number."""
     left, right = torch.broadcast_tensors(left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0))
     seen = (left.abs() < 1e6) & (right.abs() < 1e6)
-    torch.testing.assert_close(left[seen], right[seen], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(left[seen], right[seen], rtol=rtol, atol=2e-4)
+
+
+class Kernel(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["plain", "causal", "hidden", "added", "grouped"])
+def test_a_kernel_is_shown_as_precisely_as_it_computes(dtype: torch.dtype, kind: str) -> None:
+    """Half precision is summed in float32, as inside of kernels: its scores are not rounded to half."""
+    generator = torch.Generator().manual_seed(0)
+    heads = 1 if kind == "grouped" else 3
+    q, k, v = (torch.randn(2, h, n, 16, generator=generator).to(dtype) for h, n in ((3, 5), (heads, 7), (heads, 7)))
+    seen = torch.ones(5, 7, dtype=torch.bool).tril()
+    added = torch.randn(5, 7, generator=generator).to(dtype)
+    settings: dict[str, Any] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "hidden": {"attn_mask": seen},
+        "added": {"attn_mask": added},
+        "grouped": {"enable_gqa": True},
+    }[kind]
+    (attention,) = mha_inspect.trace(Kernel(), q, k, v, keep=True, **settings).attentions
+    scores = q.double() @ k.double().mT / 4
+    if kind in ("causal", "hidden"):
+        scores = scores.masked_fill(~seen, -math.inf)
+    weights = (scores + added.double() if kind == "added" else scores).softmax(-1)
+    shown = next(stage.tensor for stage in attention.stages if stage.name == "weights")
+    precision = 1e-12 if dtype == torch.float64 else 5e-6
+    torch.testing.assert_close(shown.double(), weights, rtol=precision, atol=0)

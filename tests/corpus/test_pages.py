@@ -15,21 +15,33 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 import mha_inspect
+from mha_inspect.answers.decode import decoded
 from mha_inspect.errors import ForwardError
+from mha_inspect.layers.spec import Show
 from mha_inspect.render.formats import to_text
+from mha_inspect.running.subject import Subject
 
 from .every import ENTRIES
 from .every_mistake import CASES, Case
 from .failing import FAILING
 from .pairs import PAIRS, Pair
 from .test_failing import called
+from .test_pairs import compared
 from .test_planted import report_of
 
 TRACED = """Base Fused FusedCausal Einsum EinsumWeights FoldBatchHeads KeyFirst Image Pooled LearnedQuery NanoGpt
     KeepMask Fairseq Llama Cross SlidingWindow Blocks Vit TorchBlock PerHead LanguageModel StaticCache Slots FewerKeys
-    Near Mixing PackedConvolution OverFeatures Lowered UnitHeads Retention OneQueryAtATime""".split()  # noqa: SIM905
+    Near Mixing PackedConvolution OverFeatures Lowered UnitHeads OneQueryAtATime Additive SideBySide Memory GivenPast
+    LatentQueries Streams Absorbed GivenMean DifferentialMaps UnlikeScales EverySecondCausal Sampled Rolled
+    ExponentialFeatures""".split()  # noqa: SIM905
 """Entries of every kind: plain, fused, folded, masked, windowed, rotated, cached, packed, looped, and without any."""
-PARAMETERS = "Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys".split()  # noqa: SIM905
+TRACED += [name for name in ENTRIES if name.startswith(("none: ", "scored: "))]
+PARAMETERS = """Base NanoGpt Llama Cross PerHead PackedConvolution FoldedHeads EdgeKeys PickedKeys PackedKeys
+    GroupedPieces ProjectedTwice Mixing SpectralNorm MergedLora LowRankQuery RowsReversed Adapted HeadsBackwards
+    WideValues HeadsPicked BesideFeedForward TransposedConvolution Absorbed Streams Memory LatentQueries
+    OutputOfEachHead GivenMean SharedKeysAndValues Interleaved Conv1D EinsumWeights GroupedSliced Grouped NormedHeads
+    LowRank Loop RelativeBias Sinks Pooled Packed NormOfHeads NormOfAll GateOfFeatures GateOfHeads GateOfValues
+    GatePacked""".split()  # noqa: SIM905
 RIGHT = "Base NanoGpt KeepMask Llama SlidingWindow TorchBlock Slots".split()  # noqa: SIM905
 
 
@@ -41,7 +53,8 @@ def page(report: Any) -> str:
 def steady(text: str) -> str:
     text = re.sub(r"torch \d[\w.+]*", "torch #", text)
     text = re.sub(r"\.py:\d+", ".py:#", text)
-    return re.sub(r"-?\d+(\.\d+)?e[-+]?\d+|-?\d+\.\d+", "#", text)
+    text = re.sub(r"-?\d+(\.\d+)?e[-+]?\d+|-?\d+\.\d+", "#", text)
+    return re.sub(r"(?<=\S) {2,}", "  ", text)  # columns are as wide as their numbers
 
 
 def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
@@ -103,6 +116,28 @@ def test_check_of_a_mistake(case: Case, snapshot: SnapshotAssertion) -> None:
     assert page(report_of(case, wrong=True)) == snapshot
 
 
+TOLD = ("NaNOfBlindQuery", "NaNReplacedAfterAddition", "NeverTransposed", "PaddingAddedAsOnes", "SumOverQueries")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in TOLD], ids=lambda case: case.name)
+def test_trace_of_a_mistake(case: Case, snapshot: SnapshotAssertion) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert page(mha_inspect.trace(case.make(True).eval(), **case.inputs())) == snapshot
+
+
+DECODED = ("BiasFromZero", "RotationRestarts", "OwnKeyTooLate", "AnglesByLength")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in DECODED], ids=lambda case: case.name)
+def test_decode(case: Case, snapshot: SnapshotAssertion) -> None:
+    """Two steps with a cache that is wrong, and with that of its twin."""
+    for wrong in (True, False):
+        torch.manual_seed(3)
+        subject = Subject(case.make(wrong).eval(), (), case.inputs(), seed=0, grad=False)
+        assert page(decoded(subject, Show(), 2, case.intent.cache)[0]) == snapshot
+
+
 @pytest.mark.parametrize("name", FAILING)
 def test_failure(name: str, snapshot: SnapshotAssertion) -> None:
     """What is said of a call that raises; the whole page, for one of each cause."""
@@ -122,5 +157,4 @@ def test_failure(name: str, snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_diff(pair: Pair, snapshot: SnapshotAssertion) -> None:
-    left, right = pair.made()
-    assert page(mha_inspect.diff(left, right, **pair.given())) == snapshot
+    assert page(compared(pair.name)[0]) == snapshot

@@ -62,6 +62,14 @@ def test_rows_are_those_of_the_true_heads(name: str) -> None:
         assert all(torch.equal(said[owner], expected[owner]) for owner in expected), parameter
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_bias_of_the_output_is_of_no_head(name: str) -> None:
+    for row in parameters(name).parameters:
+        if row.name == f"{ENTRIES[name].output}.bias":
+            assert row.heads == ()
+            assert row.role.startswith("b_o: added once")
+
+
 def is_measured(entry: Entry) -> bool:
     return bool(entry.output) and not entry.attentions[0].mixed
 

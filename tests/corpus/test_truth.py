@@ -56,6 +56,15 @@ def test_facts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENDING)
+def test_calls_of_one_module_are_counted(name: str) -> None:
+    calls = dict[str, list[int | None]]()
+    for attention in traced(name).attentions:
+        calls.setdefault(attention.module, []).append(attention.call)
+    for numbers in calls.values():
+        assert numbers == ([*range(1, len(numbers) + 1)] if len(numbers) > 1 else [None])
+
+
+@pytest.mark.parametrize("name", ATTENDING)
 def test_axes(name: str) -> None:
     for attention, truth in shown(name):
         assert (axes_of(attention) == truth.stages()) == (name not in NOT_NAMED)

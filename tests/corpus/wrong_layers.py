@@ -531,3 +531,46 @@ CASES += [
         twin={"attend": lambda m, q, k, v: F.scaled_dot_product_attention(halves(q).to(v), halves(k).to(v), v)},
     ),
 ]
+
+
+# -- what is left behind by a call -------------------------------------------------------------------------------------
+
+
+class Keeping(Right):
+    """Causal attention to the keys of earlier calls too; it may begin from the last output of the call before."""
+
+    def __init__(self, *, leaks: bool = False) -> None:
+        super().__init__()
+        self.leaks, self.seen, self.last = leaks, 0, torch.zeros(())
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, *new = self.heads(x + self.last)
+        self.kept = [torch.cat(pair, 2) for pair in zip(self.kept, new, strict=True)] if self.kept else new
+        self.seen += x.shape[1]
+        k, v = self.kept
+        hidden = torch.ones(self.seen, self.seen, dtype=torch.bool).triu(1)[self.seen - x.shape[1] :]
+        weights = (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        output = self.o(self.join(weights @ v))
+        self.last = output[:, -1:].detach() if self.leaks else self.last
+        return output
+
+
+class TwoInPlace(nn.Module):
+    """Each layer adds its result to the argument, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.layers = in_place, nn.ModuleList(Right() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.in_place else x.clone()
+        for layer in self.layers:
+            x += layer(x)
+        return x
+
+
+CASES += [
+    Case("BeginsFromTheLastOutput", "repeat", partial(Keeping, leaks=True), Keeping, asked=False),
+    Case("AddsToItsInput", "inputs", partial(TwoInPlace, in_place=True), partial(TwoInPlace, in_place=False)),
+]

@@ -603,3 +603,38 @@ CASES += [
         twin=by_query(lambda n, s: (s + torch.where(n < _index, -1e9, 0.0)).softmax(-1)),
     ),
 ]
+
+
+def online(forget: str = "") -> dict[str, Any]:
+    """Flash attention over pieces of four keys, which may forget to rescale what came before."""
+
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        top, total, result = torch.full_like(q[..., :1], -torch.inf), torch.zeros_like(q[..., :1]), torch.zeros_like(q)
+        for keys, values in zip(k.split(4, 2), v.split(4, 2), strict=True):
+            scores = q @ keys.mT * D**-0.5
+            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            numbers, factor = (scores - new).exp(), (top - new).exp()
+            total = (total if forget == "total" else total * factor) + numbers.sum(-1, keepdim=True)
+            result = (result if forget == "result" else result * factor) + numbers @ values
+            top = new
+        return result / total
+
+    return {"attend": attend}
+
+
+def late(total: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Exponentials times the values, divided by a sum of them."""
+
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        numbers = (q @ k.mT * D**-0.5).exp()
+        return numbers @ v / total(numbers)
+
+    return {"attend": attend}
+
+
+_late = partial(_softmax, twin=late(lambda e: e.sum(-1, keepdim=True)), asked=False)
+CASES += [
+    _late("ResultNotRescaled", wrong=online("result"), twin=online()),
+    _late("SumNotRescaled", wrong=online("total"), twin=online()),
+    _late("SumOverQueries", wrong=late(lambda e: e.sum(-2).unsqueeze(-1))),
+]

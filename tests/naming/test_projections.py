@@ -6,81 +6,14 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.measure.weights import Weights, copy_by_head, weights_of
-from mha_inspect.naming.parameters import projections
-from mha_inspect.running.subject import Subject
 
 from ..built import Layer, built_layer
-from ..corpus.every import ENTRIES
 
 E, H, G, D = 22, 6, 3, 5
-
-
-class Grouped(nn.Module):
-    """Query head h reads key head h // 2 or, interleaved, h % 3. It keeps what its heads give."""
-
-    def __init__(self, interleaved: bool) -> None:
-        super().__init__()
-        self.interleaved = interleaved
-        self.qkv = nn.Linear(E, (H + 2 * G) * D)
-        self.o = nn.Linear(H * D, E)
-        self.weights, self.contexts = torch.zeros(()), torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([H * D, G * D, G * D], dim=-1)
-        q, k, v = (side.unflatten(-1, (-1, D)).transpose(1, 2) for side in (q, k, v))
-        if self.interleaved:
-            k, v = (side.repeat(1, H // G, 1, 1) for side in (k, v))
-        else:
-            k, v = (side.repeat_interleave(H // G, dim=1) for side in (k, v))
-        self.weights = (q @ k.mT / D**0.5).softmax(-1)
-        self.contexts = self.weights @ v
-        return self.o(self.contexts.transpose(1, 2).flatten(2))
-
-
-def read(module: nn.Module, *args: Tensor) -> Weights:
-    with torch.no_grad():
-        (weights,) = weights_of(Subject(module, args, {}).recorded(), module)
-    return weights
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_shared_key_head_moves_the_heads_that_it_is_told_to_serve(interleaved: bool) -> None:
-    torch.manual_seed(0)
-    module, x = Grouped(interleaved), torch.randn(2, 7, E)
-    weights = read(module, x)
-    expected = [head % G if interleaved else head // (H // G) for head in range(H)]
-    assert weights.users() == expected
-    with torch.no_grad():
-        module(x)
-        before = module.weights.clone(), module.contexts.clone()
-        for part, key_head in itertools.product(("W_k", "b_v"), range(G)):
-            kept = weights.read()
-            changed = kept[part].clone()
-            changed[key_head] += 1
-            weights.write({part: changed})
-            module(x)
-            after = (module.weights, module.contexts)
-            weights.write(kept)
-            place = 0 if part == "W_k" else 1
-            moved = [not torch.equal(before[place][:, head], after[place][:, head]) for head in range(H)]
-            assert moved == [user == key_head for user in expected]
-
-
-def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
-    module = ENTRIES["Base"].made()
-    torch.nn.utils.parametrizations.weight_norm(module.q)
-    (of_attention,) = projections(Subject(module, (torch.randn(2, 7, E),), {}).recorded())
-    by_part = {projection.part: projection for projection in of_attention}
-    assert not by_part["W_q"].is_whole
-    assert by_part["W_k"].is_whole
-    weights = read(module, torch.randn(2, 7, E))
-    assert weights.missing
-    assert "W_q" in weights.missing[0]
 
 
 def filled(layer: str, **sizes: int) -> tuple[Layer, Weights]:

@@ -17,7 +17,6 @@ from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.score_formulas import scale_text
 from mha_inspect.naming.stage_facts import StageFacts
 
-from ..built import trace_module
 from ..drawn import LOOPS, Case, Setting, settings_of, sizes_of
 from ..layers.declared import read_weights
 from ..torch_math import torch_math
@@ -207,33 +206,6 @@ def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
     assert facts.flops("q_proj") == 2 * sizes["batch"] * sizes["query"] * sizes["embed"] * width
 
 
-class SharedKeysAndValues(nn.Module):
-    """One projection for keys and values, each taking the whole of it, or all three."""
-
-    def __init__(self, for_the_query_too: bool) -> None:
-        super().__init__()
-        self.q, self.kv, self.o = (nn.Linear(22, 22) for _ in range(3))
-        self.for_the_query_too = for_the_query_too
-
-    def forward(self, x: Tensor) -> Tensor:
-        kv = self.kv(x).view(3, 5, 2, 11).transpose(1, 2)
-        q = kv if self.for_the_query_too else self.q(x).view(3, 5, 2, 11).transpose(1, 2)
-        weights = (q @ kv.mT / 11**0.5).softmax(-1)
-        return self.o((weights @ kv).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("for_the_query_too", [False, True])
-def test_a_product_that_stages_share_whole_is_counted_once(for_the_query_too: bool) -> None:
-    module, x = SharedKeysAndValues(for_the_query_too).eval(), torch.randn(3, 5, 22)
-    with torch.no_grad():
-        (attention,) = trace_module(module, x).attentions
-    flops = {stage.name: stage.flops for stage in attention.stages}
-    assert flops["k_proj"] == flops["v_proj"] == 2 * 15 * 22 * 22 // (3 if for_the_query_too else 2)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(x)
-    assert sum(count or 0 for count in flops.values()) == counter.get_total_flops()
-
-
 @pytest.mark.parametrize(
     ("scale", "text"),
     [
@@ -298,23 +270,3 @@ def test_a_table_of_positions_in_a_parameter_that_is_not_trained_is_a_rotation_i
     position = seen.trace.attentions[0].position
     assert (position.kind, position.layout, position.dims) == ("rotary", "interleaved", 8)
     assert (position.query_offset, position.key_offset) == (2, 2)
-
-
-def test_heads_in_another_order_are_written_in_that_order() -> None:
-    class Reordered(nn.Module):
-        """Query heads are in the order 0, 2, 1, 3."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            b, n, _ = x.shape
-            q = self.q(x).view(b, n, 2, 2, 8).permute(0, 3, 2, 1, 4).reshape(b, 4, n, 8)
-            k, v = (part(x).view(b, n, 4, 8).transpose(1, 2) for part in (self.k, self.v))
-            return self.o(((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-    (attention,) = mha_inspect.trace(Reordered().eval(), torch.randn(2, 9, 32), keep=True).attentions
-    stages = {stage.name: stage for stage in attention.stages}
-    expected = repeat(stages["q_proj"].tensor, stages["q_heads"].formula, heads_1=2, heads_2=2)
-    assert torch.equal(expected.reshape(2, 4, 9, 8), stages["q_heads"].tensor)

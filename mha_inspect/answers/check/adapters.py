@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ...naming.parameters import parts_of
+from ...naming.parameters import parts_at
 from ...naming.projection import Part
 from ...reports.check import Finding
 from ...text import listed, spans
@@ -26,7 +26,9 @@ _SHORT = re.compile(r"(?:lora)?[abw]?([qkv])")
 def factors_on_other_sides(evidence: Evidence) -> Iterator[Finding]:
     """Yield factors that are named for one side and are added to the rows of others, each once."""
     reported: set[str] = set()
-    for parts, _ in parts_of(evidence.run):
+    places = {id(attention): place for place, (attention, _) in enumerate(evidence.run.attentions)}
+    for attention, _, _ in evidence.kinds:
+        parts, _ = parts_at(evidence.run, places[id(attention)])
         for name, reached in _factors_by_name(parts).items():
             side = _side_in(name)
             if not side or name in reported:

@@ -7,7 +7,7 @@ and equal constants, e.g. masks and tables of positions. Parameters may differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from ...running.subject import Run
 
 Kind = tuple[Attention, AxisNames, int]
 """An attention, the names of its axes, and the number of attentions with equal code, itself included."""
+Named = tuple[Attention, AxisNames]
+"""An attention, and the names of its axes."""
 Content = Callable[[TensorRef], Tensor | None]
 """Returns the value of a recorded tensor; None if it was not kept."""
 
@@ -31,19 +33,29 @@ _SOURCES = (
 """By side, the stages that may be the first."""
 
 
-def kinds_of(run: Run, content: Content) -> tuple[Kind, ...]:
-    """Return the first attention of each code, in order."""
+def groups_of(run: Run, content: Content) -> tuple[tuple[Named, ...], ...]:
+    """Return the attentions of each code, in order."""
     # Layers in a row that repeat operation by operation have equal code: one of them is read.
     by_place: dict[int, object] = {}
-    groups: dict[object, list[tuple[Attention, AxisNames]]] = defaultdict(list)
+    groups: dict[object, list[Named]] = defaultdict(list)
     codes = _Codes(run, content)
     for named, instance in zip(run.attentions, run.distinct.instances, strict=True):
         place = instance.place
         if place not in by_place:
             by_place[place] = codes.of(named[0])
         groups[by_place[place]].append(named)
+    return tuple(map(tuple, groups.values()))
+
+
+def kinds_of(run: Run, content: Content) -> tuple[Kind, ...]:
+    """Return the first attention of each code, in order."""
+    return kinds_in(groups_of(run, content))
+
+
+def kinds_in(groups: Iterable[Sequence[Named]]) -> tuple[Kind, ...]:
+    """Return the first attention of each group, and how many it has."""
     kinds = []
-    for group in groups.values():
+    for group in groups:
         attention, names = group[0]
         kinds.append((attention, names, len(group)))
     return tuple(kinds)

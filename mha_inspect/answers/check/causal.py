@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
@@ -52,7 +53,8 @@ def _of_undeclared(evidence: Evidence) -> Finding | None:
 
 def _of_declared(evidence: Evidence) -> Finding | None:
     """Return the fault of the first mask that is not causal; else of an output that depends on the future."""
-    if not evidence.sights and (evidence.once or not evidence.follows):
+    is_shown = any(sight.shows_order for sight in evidence.sights)
+    if not is_shown and (evidence.once or not evidence.follows or evidence.source.length < 2):
         raise NotPossibleError("the output and the scores do not show who sees whom")
     for sight in _sights_in_order(evidence):
         finding = against_causal(sight, evidence.intent.window)
@@ -151,10 +153,24 @@ def _first_early_change(evidence: Evidence) -> _EarlyChange | None:
         is_changed = changed[0, :token] > 0
         if evidence.padded is not None:
             is_changed &= ~evidence.padded[0, :token]  # padding may see anything
+        is_changed &= ~_sees_no_key(evidence)[:token].to(is_changed.device)
         positions = is_changed.nonzero().flatten().tolist()
         if positions:
             return _EarlyChange(token, positions, float(changed[0, positions[-1]]))
     return None
+
+
+def _sees_no_key(evidence: Evidence) -> Tensor:
+    """Return `position`: True where every key is masked out for a query of the first batch item.
+
+    A mask of a finite number then gives all keys the same weight: the output has no meaning.
+    """
+    length = evidence.source.length
+    blind = torch.zeros(length, dtype=torch.bool)
+    for sight in evidence.sights:
+        if sight.queries == length:
+            blind |= ~sight.seen[0].any(-1)
+    return blind
 
 
 def _has_faulty_slots(evidence: Evidence) -> bool:
@@ -307,7 +323,7 @@ def _changes_earlier(changed: Tensor, token: int) -> bool:
 
 def _almost_causal(evidence: Evidence) -> Finding | None:
     """Return the first attention that is causal but for its mask: off by a diagonal, turned, or on another axis."""
-    for sight in evidence.sights:
+    for sight in _with_own_pattern(evidence.sights):
         if not sight.almost_causal and not _is_on_another_axis(evidence, sight):
             continue
         finding = against_causal(sight, sight.width)
@@ -318,6 +334,14 @@ def _almost_causal(evidence: Evidence) -> Finding | None:
         window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
         return replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
     return None
+
+
+def _with_own_pattern(sights: Iterable[SeenKeys]) -> list[SeenKeys]:
+    """Return the first of all that have one pattern in common, in order: attentions of equal code do."""
+    first: dict[int, SeenKeys] = {}
+    for sight in sights:
+        first.setdefault(id(sight.by_head), sight)
+    return list(first.values())
 
 
 def _is_on_another_axis(evidence: Evidence, sight: SeenKeys) -> bool:

@@ -26,6 +26,8 @@ def against_causal(sight: SeenKeys, window: int | None) -> Finding | None:
         return None
     if sight.is_regular and not sight.alone:
         return None
+    if sight.is_causal_in_groups:  # packed documents see their own past alone
+        return None
     return _past_missed(sight, missed)
 
 

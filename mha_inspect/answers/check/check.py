@@ -43,7 +43,7 @@ from .padding import padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
 from .rotary import rotary
-from .same import reference, repeat, training
+from .same import draws, reference, repeat, training
 from .scores import lone_softmaxes, scale, scale_words, softmax
 from .slots import has_lost_tokens
 from .split_heads import heads
@@ -74,10 +74,12 @@ class Check:
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
     faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
-    if faults:
-        yield from faults
-    else:  # a layer with a fault is unlike the others
-        yield from unlike_masks(evidence)
+    if not faults:  # a layer with a fault is unlike the others
+        faults = list(unlike_masks(evidence))
+    yield from faults
+    is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
+    if not faults and not is_any_masked and not any(sight.has_zeros for sight in evidence.sights):
+        raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
 
 
 def _rotations(evidence: Evidence) -> Iterator[Finding]:
@@ -281,11 +283,20 @@ def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
                 "repeat",
                 "Weights are dropped at random although the module is in eval mode.",
                 "This run was in eval mode, and a dropout changed the weights.",
-                source=attention.value_product.op.source,
+                source=_line_of_dropout(evidence, attention),
                 module=attention.module,
                 fix="Drop only in training: F.dropout(weights, p, self.training), or dropout_p=p * self.training.",
             )
             return
+
+
+def _line_of_dropout(evidence: Evidence, attention: Attention) -> str:
+    """Return the line that draws which weights are dropped; of a kernel that drops them itself, its own."""
+    start, stop = attention.softmax.index, attention.value_product.op.index
+    for op in evidence.run.recording.ops[start:stop]:
+        if draws(op):
+            return op.source
+    return attention.value_product.op.source
 
 
 def _with_way(finding: Finding) -> Finding:
@@ -298,7 +309,7 @@ def _with_way(finding: Finding) -> Finding:
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:
     """Raise `InputError` if a declared check was skipped: no finding would then look like a pass."""
     for result in results:
-        if isinstance(result, SkippedCheck) and result.check in intent.declared():
+        if isinstance(result, SkippedCheck) and result.check in intent.declared() and not result._in_part:
             skip = "Or skip it" if result._give else "Give an input that it can change, or skip it"
             raise InputError(
                 f"The check {result.check} was declared and could not run: {result.reason}. "
@@ -322,8 +333,13 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     try:
         evidence.require_passed(*entry.follows)
         for result in entry.find(evidence):
-            passed = passed and not isinstance(result, Finding)
-            yield result
+            if isinstance(result, SkippedCheck):
+                # A part that could not be judged: on meta, the sentence of what passed leaves it out.
+                passed = passed and evidence.on_meta and bool(entry.on_meta)
+                yield replace(result, _in_part=True)
+            else:
+                passed = False
+                yield result
     except NotPossibleError as error:
         yield _skipped_by(error, name)
         return
@@ -408,7 +424,8 @@ def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
     if "cache" in evidence.failed and has_lost_tokens(evidence):
         by_row = ", if key rows were tokens in order"
     for sight in evidence.sights:
-        yield Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module
+        drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
+        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:

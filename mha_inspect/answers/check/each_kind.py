@@ -19,35 +19,45 @@ Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
     """Build a check from a function that judges one attention and raises `LostError` if it cannot.
 
-    The check yields the findings of each kind of attention, with its module and the number of equal attentions. If no
-    attention could be judged, it raises `NotPossibleError`, with the reason `without` if each judge raised
-    `NotHereError`; or it passes if `without` is empty.
+    The check yields the findings of each kind of attention, with its module and the number of equal attentions. If an
+    attention could not be judged and no other has a fault, it raises `NotPossibleError`, with the reason `without` if
+    each judge raised `NotHereError`; or it passes if `without` is empty.
     """
 
     @wraps(judge)
     def check(evidence: Evidence) -> Iterator[Finding]:
-        is_judged = is_lost = False
+        is_judged = False
+        lost: list[LostError] = []
         faults = _Faults()
         for attention, names, count in evidence.kinds:
             try:
                 findings = list(judge(evidence, attention, names))
             except NotHereError:
                 continue
-            except LostError:
-                is_lost = True
+            except LostError as error:
+                lost.append(error)
                 continue
             is_judged = True
             for finding in findings:
                 faults.add(replace(finding, module=attention.module), count)
         yield from faults.findings()
-        if is_judged or not without:
+        if not without:
             return
-        if is_lost:
-            reason = "could not be recomputed"
-            raise NotPossibleError(f"the steps from a projection to the products {reason}", reason)
-        raise NotPossibleError(without, "none here")
+        if lost:
+            _raise_lost(lost[0], in_part=is_judged)
+        if not is_judged:
+            raise NotPossibleError(without, "none here")
 
     return check
+
+
+def _raise_lost(error: LostError, *, in_part: bool) -> None:
+    """Raise `NotPossibleError` with why an attention could not be judged."""
+    reason = str(error) or "could not be recomputed"
+    sentence = str(error) or f"the steps from a projection to the products {reason}"
+    if in_part:
+        sentence = f"only some attentions could be judged: {sentence}"
+    raise NotPossibleError(sentence, reason)
 
 
 @dataclass

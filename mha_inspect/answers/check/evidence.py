@@ -24,7 +24,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
 from ...running.subject import Run, State, Subject
 from ...text import message_of
-from .alike import Kind, kinds_of
+from .alike import Kind, Named, groups_of, kinds_in
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .replay import first_key
@@ -124,12 +124,18 @@ class Evidence:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """One attention for each code, with the number of those with equal code."""
-        return kinds_of(self.run, self.content)
+        return kinds_in(self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Named, ...], ...]:
+        """The attentions of each code."""
+        return groups_of(self.run, self.content)
 
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
-        """The visible keys of each attention."""
-        return sights_of(self.run, partial(first_key, self), self.padded)
+        """The visible keys of each attention; those of equal code have the same in one run."""
+        groups = self._groups if self.once else ()
+        return sights_of(self.run, partial(first_key, self), self.padded, groups)
 
     def sight_of(self, attention: Attention) -> SeenKeys | None:
         """Return the visible keys of an attention; None if its weights are unknown."""
@@ -584,10 +590,15 @@ def _real_with_padding(pads: Tensor) -> Tensor:
 def _hides(seen: Tensor, pads: Tensor) -> bool:
     """Return whether no token that is no padding sees padding, and not because of the order of tokens alone.
 
-    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them.
+    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them. If
+    the marked tokens see each other and no other token, they are a document of their own.
     """
     is_real = ~pads[:, :, None]  # batch query 1
     if not bool((seen & is_real).any()) or _sees_padding(seen, pads):
+        return False
+    sees_marked = bool((seen & pads[:, :, None] & pads[:, None]).any())
+    sees_others = bool((seen & pads[:, :, None] & ~pads[:, None]).any())
+    if sees_marked and not sees_others:
         return False
     past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
     hidden = _real_with_padding(pads)

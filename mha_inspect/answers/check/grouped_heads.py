@@ -11,7 +11,7 @@ from ...naming.axes import AxisNames
 from ...reports.check import Finding
 from .each_kind import of_each_kind
 from .evidence import Evidence
-from .replay import Factor, LostError, NotHereError
+from .replay import Factor, LostError, NotHereError, Row
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         reads = _reads(evidence, attention, names)
     except LostError as error:
         is_shared = names.num_kv_heads not in (1, names.num_heads)
-        raise (LostError if is_shared else NotHereError) from error
+        raise (LostError if is_shared else NotHereError)(*error.args) from error
     if reads.values != reads.keys:
         yield _different_heads(attention, reads)
     elif [*reads.keys] != reads.expected:
@@ -69,7 +69,9 @@ class _Reads:
 
 def _reads(evidence: Evidence, attention: Attention, names: AxisNames) -> _Reads:
     """Return which heads each query head uses. Raise `LostError` if they are not shared, or it is unknown."""
-    group_of = _group_by_head(_heads_in_groups(Factor(evidence, attention, names, "query")))
+    queries = Factor(evidence, attention, names, "query")
+    _require_apart(queries)
+    group_of = _group_by_head(_heads_in_groups(queries))
     key_of = _head_by_group(_heads_in_groups(Factor(evidence, attention, names, "key")))
     value_of = _head_by_group(_heads_in_groups(Factor(evidence, attention, names, "value")))
     if not set(group_of.values()) == key_of.keys() == value_of.keys():
@@ -79,6 +81,15 @@ def _reads(evidence: Evidence, attention: Attention, names: AxisNames) -> _Reads
         raise LostError
     groups = [group_of[head] for head in sorted(group_of)]
     return _Reads([key_of[group] for group in groups], [value_of[group] for group in groups], num_kv_heads)
+
+
+def _require_apart(queries: Factor) -> None:
+    """Raise `LostError` if two heads of a token are one row of the product: their queries are added up."""
+    seen = set[Row]()
+    for rows in queries.by_piece(queries.token(0)).values():
+        if seen & rows:
+            raise LostError("several query heads are added up before the scores")
+        seen |= rows
 
 
 def _heads_in_groups(factor: Factor) -> list[_HeadInGroup]:

@@ -22,7 +22,7 @@ CHECKS = {
     "grouped": "query head h uses key head h // group",
     "rotary": "queries and keys are rotated by the same rule",
     "batch": "changing one batch item does not affect the others",
-    "mixing": "changing a token changes every output that may attend to it",
+    "mixing": "changing a token changes outputs of other tokens",
     "parameters": "every projection is used once and gets a gradient",
     "repeat": "two runs in eval mode give the same output",
     "training": "with dropout off, train and eval give the same output",
@@ -40,6 +40,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "batch_axis": (0, 1),
     "scale": ("sqrt_head_dim",),
 }
+
+_KINDS: dict[str, type] = {"causal": bool, "window": int, "padding": str, "cache": str}
+_KIND_WORDS: dict[type, str] = {bool: "True or False", int: "a whole number", str: "the name of an argument"}
 
 
 def chosen_checks(only: str | Sequence[str] = (), skip: str | Sequence[str] = ()) -> tuple[str, ...]:
@@ -86,6 +89,12 @@ class Intent:
 
     def __post_init__(self) -> None:
         """Raise `SpecError` for an impossible intent."""
+        for name, kind in _KINDS.items():
+            said = getattr(self, name)
+            if said is not None and type(said) is not kind:
+                raise SpecError(f"{name} has to be {_KIND_WORDS[kind]}, got {shown(repr(said))}.")
+        if self.reference is not None and not hasattr(self.reference, "named_parameters"):
+            raise SpecError(f"reference has to be a torch.nn.Module, got {shown(repr(self.reference))}.")
         if self.window is not None and self.window < 1:
             raise SpecError(f"window {self.window} is too small: a window includes the position itself. Use 1 or more.")
         for name, choices in _CHOICES.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ _SHOWN = 8
 def slopes_of(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
     """Return the slope of each head, by which scores change from key to key; empty if the bias is not linear."""
     biased = _biased(evidence, attention, names)
-    if biased is None:
-        return []
-    return slopes_in(biased.scores, biased.masked, biased.seen)
+    if biased is None or not biased.first.slopes():
+        return []  # most biases have no slope in the first head already
+    return biased.slopes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,21 @@ class _Biased:
 
     scores: Tensor
     masked: Tensor
-    seen: Tensor
+    weights: Tensor
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which keys are seen."""
+        return sees_by_head(self.weights, self.masked)
+
+    @property
+    def first(self) -> _Biased:
+        """The first head alone."""
+        return _Biased(self.scores[:, :1], self.masked[:, :1], self.weights[:, :1])
+
+    def slopes(self) -> list[float]:
+        """Return the slope of each head; empty if the bias is not linear."""
+        return slopes_in(self.scores, self.masked, self.seen)
 
 
 def _biased(evidence: Evidence, attention: Attention, names: AxisNames) -> _Biased | None:
@@ -57,7 +71,7 @@ def _biased(evidence: Evidence, attention: Attention, names: AxisNames) -> _Bias
         return None
     if not scores.shape == masked.shape == weights.shape:
         return None
-    return _Biased(scores, masked, sees_by_head(weights, masked))
+    return _Biased(scores, masked, weights)
 
 
 def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
@@ -124,9 +138,9 @@ def _line_of_mask(attention: Attention) -> str:
 @partial(of_each_kind, "")
 def slopes_upside_down(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a suspicion if a bias that is linear in the distance favours the keys that are far from their query."""
-    biased = _biased(evidence, attention, names)
     slopes = slopes_of(evidence, attention, names)
-    if biased is None or not slopes:
+    biased = _biased(evidence, attention, names) if slopes else None
+    if biased is None:
         return
     if not rises_with_distance(biased.scores, biased.masked, biased.seen):
         return

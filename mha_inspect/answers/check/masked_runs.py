@@ -71,10 +71,25 @@ class MaskedRun:
 
         A mask of segments, `mask[:, :, None] == mask[:, None]`, has no value that keeps a key.
         """
-        if self.hides == self.opens:
+        if self.hides == self.opens or self.hides_queries:
             return False
         masked = [after if self.hides else before for before, after in self.pairs]
         return any(_hides_keys(sight, self.keys) for sight in masked)
+
+    @property
+    def hides_queries(self) -> bool:
+        """Whether the change takes keys from the queries at the changed places alone, in every attention it changes."""
+        changed = self.keys.any(0)
+        # A group of tokens that see only each other loses keys there too: another query must still see them.
+        for before, after in self.pairs:
+            if before.queries != before.keys:
+                continue
+            still_seen = (before.seen & after.seen)[0, ~changed][:, changed]
+            if not bool(still_seen.any()):
+                return False
+        if not self.losing:
+            return False
+        return all(len(losing) == len(changed) and not bool((losing & ~changed).any()) for losing in self.losing)
 
     @property
     def has_no_effect(self) -> bool:
@@ -328,7 +343,7 @@ def _run_with(evidence: Evidence, change: _Change, sources: Sequence[Source]) ->
         faults=faults,
         kept=change.before if hides else change.value,
         ignored=change.value if hides else change.before,
-        places=f"keys {places_of(change.keys[0])} of batch item 0",
+        places=f"{'keys' if pairs else 'tokens'} {places_of(change.keys[0])} of batch item 0",
         line=pairs[0][1].line if pairs else "",
         losing=tuple(_queries_that_lose_keys(whole.sights, masked.sights)),
     )
@@ -373,6 +388,8 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
         elif run.is_meaning_known:
             kept, ignored = word_of(run.kept), word_of(run.ignored)
             yield Fact("mask", f"{run.name}: {kept} keeps a key, {ignored} ignores it")
+        elif run.hides_queries:
+            yield Fact("mask", f"{run.name}: {word_of(run.value)} masks out a query, not a key")
         elif run.pairs and not run.hides and torch.equal(run.output, run.base):
             place = int(run.keys[0].nonzero()[0])
             yield Fact("mask", f"{run.name} has no effect on key {place}: it is equally visible with either value")

@@ -14,7 +14,10 @@ from ...naming.pattern import dims_of
 from ...record.ops import TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .replay import Factor, LostError, Row, changed_by, content_of
+from .replay import Factor, LostError, Row, Way, content_of
+
+_LARGE = 1 << 18
+"""Scores above which fewer tokens are followed."""
 
 
 def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
@@ -28,13 +31,15 @@ def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
         raise LostError
     places = _places_of_concat(attention, names, factor, concat)
     _require_row_a_token(attention, names, max(prod(factor.tokens), prod(places)))
+    scores, context = attention.score_product.op.output, attention.value_product.op.output
+    ways = Way(evidence, scores, context), Way(evidence, context, concat)
     is_comparable = factor.tokens == places and len(set(places)) == len(places)
-    for number in _numbers_to_follow(prod(factor.tokens)):
+    for number in _numbers_to_follow(prod(factor.tokens), is_large=scores.numel > _LARGE):
         token = factor.token(number)
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, e.g. in overlapping windows
-        spread = _tokens_of_concat(evidence, attention, names, concat, rows)
+        spread = _tokens_of_concat(ways, attention, names, rows)
         if len(spread) > 1:
             yield _mixes_queries(evidence, concat, token, spread)
             return
@@ -50,13 +55,15 @@ def _require_row_a_token(attention: Attention, names: AxisNames, tokens: int) ->
         raise LostError
 
 
-def _numbers_to_follow(count: int) -> list[int]:
+def _numbers_to_follow(count: int, *, is_large: bool = False) -> list[int]:
     """Return the numbers of a few tokens out of `count`, in order: the first two, the middle and the last.
+
+    With `is_large` only the second and the middle: heads in a wrong order move all tokens but the first and the last.
 
     >>> _numbers_to_follow(8)
     [0, 1, 4, 7]
     """
-    numbers = {0, 1, count // 2, count - 1}
+    numbers = {1, count // 2} if is_large else {0, 1, count // 2, count - 1}
     return [number for number in sorted(numbers) if 0 <= number < count]
 
 
@@ -82,33 +89,34 @@ def _places_of_concat(attention: Attention, names: AxisNames, factor: Factor, co
 
 
 def _tokens_of_concat(
-    evidence: Evidence, attention: Attention, names: AxisNames, concat: TensorRef, rows: Iterable[Row]
+    ways: tuple[Way, Way], attention: Attention, names: AxisNames, rows: Iterable[Row]
 ) -> list[list[int]]:
-    """Return the tokens of concat that change when these rows of the scores change, in order."""
-    context = attention.value_product.op.output
-    changed = _changed_context(evidence, attention, rows)
+    """Return the tokens of concat that change when these rows of the scores change, in order.
+
+    `ways` are those from the scores to the context and from the context to concat.
+    """
+    to_context, to_concat = ways
+    changed = _changed_context(to_context, attention, rows)
     if int(changed.sum()) > names.num_heads:
         raise LostError  # a query is in several rows of the context on purpose, e.g. in overlapping chunks
-    feature_axis = attention.feature_place("output", len(concat.shape))
-    in_concat = changed_by(evidence, context, changed, concat).any(feature_axis)
+    feature_axis = attention.feature_place("output", len(to_concat.target.shape))
+    in_concat = to_concat.changed_by(changed).any(feature_axis)
     tokens: list[list[int]] = in_concat.nonzero().tolist()
     return tokens
 
 
-def _changed_context(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> Tensor:
+def _changed_context(way: Way, attention: Attention, rows: Iterable[Row]) -> Tensor:
     """Return which rows of the context change when these rows of the scores change; features have size 1."""
-    scores = attention.score_product.op.output
     key_axis = -2 if attention.key_first else -1
     feature_axis = -2 if attention.value_first else -1
-    sizes = list(scores.shape)
+    sizes = list(way.source.shape)
     del sizes[key_axis]
-    device = content_of(evidence, scores).device
+    device = content_of(way.evidence, way.source).device
     marks = torch.zeros(prod(sizes[:-1]), sizes[-1], dtype=torch.bool, device=device)
     for row in rows:
         marks[row] = True
     of_scores = marks.view(sizes).unsqueeze(key_axis)
-    changed = changed_by(evidence, scores, of_scores, attention.value_product.op.output)
-    return changed.any(feature_axis, keepdim=True)
+    return way.changed_by(of_scores).any(feature_axis, keepdim=True)
 
 
 def _mixes_queries(evidence: Evidence, concat: TensorRef, token: tuple[int, ...], spread: list[list[int]]) -> Finding:

@@ -45,15 +45,15 @@ def _has_effect(reach: Mapping[int, Tensor]) -> bool:
 # -- no token has an effect -------------------------------------------------------------------------------------------
 
 
-def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
-    """Return the fault that no token changes another position; None if there is another reason for it.
+def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding:
+    """Return the fault that no token changes another position.
 
-    Raises `NotPossibleError` if the effect of the tokens is hidden in this run.
+    Raises `NotPossibleError` if there is another reason for it, or their effect is hidden in this run.
     """
     if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
-        return None  # other batch items change, which the check `batch` reports
+        raise NotPossibleError("the tokens change other batch items alone")
     if _has_keys_of_another_source(evidence):
-        return None
+        raise NotPossibleError("the keys are of another sequence, so no token attends to another of its own")
     if any(sight.is_top_left for sight in evidence.sights):
         raise NotPossibleError("the mask hides the keys of all tokens of this call")
     if _is_muted(evidence):

@@ -45,7 +45,11 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
     elif evidence.once:
         yield SkippedCheck("parameters", "gradients need another run")
-    elif not masks_everything(evidence):  # such a mask cuts off gradients, and the check `masking` reports it
+    elif masks_everything(evidence):
+        yield SkippedCheck(
+            "parameters", "a mask that masks out every key cuts off the gradients", "until masking passes"
+        )
+    else:
         yield from without_gradient(evidence, readers)
 
 

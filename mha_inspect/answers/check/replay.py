@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Protocol
 
@@ -156,14 +156,31 @@ def _end_of(tensor: TensorRef) -> int:
     return last + 1
 
 
-def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
-    """Return which elements of `target` change when the marked elements of `source` change."""
-    value = content_of(evidence, source)
-    moved = torch.where(marks, value + 1 + value.abs(), value)
-    before = again(evidence, source, value, target)
-    after = again(evidence, source, moved, target)
-    both_nan = before.isnan() & after.isnan()
-    return (before != after) & ~both_nan
+@dataclass(frozen=True)
+class Way:
+    """The steps from one recorded tensor to another, which are run again with changed elements."""
+
+    evidence: Recorded
+    source: TensorRef
+    target: TensorRef
+
+    @cached_property
+    def _before(self) -> Tensor:
+        """The target as the steps compute it of what was recorded."""
+        return again(self.evidence, self.source, content_of(self.evidence, self.source), self.target)
+
+    def changed_by(self, marks: Tensor) -> Tensor:
+        """Return which elements of the target change when the marked elements of the source change."""
+        value = content_of(self.evidence, self.source)
+        marks = marks.expand(value.shape)
+        moved = value.clone()
+        marked = value[marks]
+        moved[marks] = (marked + 1 + marked.abs()).to(value.dtype)
+        before, after = self._before, again(self.evidence, self.source, moved, self.target)
+        changed = before != after
+        # A sum that is NaN before and after says nothing.
+        is_nan = after.isnan()
+        return changed & ~(before.isnan() & is_nan) if bool(is_nan.any()) else changed
 
 
 def factors_of(attention: Attention) -> dict[str, TensorRef]:
@@ -286,6 +303,8 @@ class Factor:
         width = names.head_dim
         if side == "value":
             width = self.target.shape[self._features_of_target]
+        self._ways: dict[int, Way] = {}
+        """The ways to tensors that tokens were followed to, by id."""
         self.width = max(width, 1)
         """The number of features per head."""
 
@@ -339,7 +358,9 @@ class Factor:
         marks = torch.zeros(self.source.shape, dtype=torch.bool)
         features_last = marks.movedim(self.features, -1)
         features_last[self._index_of(token, slice(start, stop))] = True
-        return changed_by(self.evidence, self.source, marks.to(content.device), target)
+        if target.id not in self._ways:
+            self._ways[target.id] = Way(self.evidence, self.source, target)
+        return self._ways[target.id].changed_by(marks.to(content.device))
 
     def _index_of(self, token: tuple[int, ...], pieces: slice) -> tuple[Any, ...]:
         """Return the index of some features of a token in the source, whose features come last; or of some heads."""

@@ -192,10 +192,12 @@ def _of_scores(evidence: Evidence, query: _RotatedSide, key: _RotatedSide) -> It
         yield from _one_sided(key, query)
         return
     if query.op is None or key.op is None:
-        return
+        raise LostError("a query or a key is rotated by unknown operations")
     if not query.is_rotated:
         yield from _not_by_position(evidence, query, key)
-    elif query.rows.shape[1:] == key.rows.shape[1:]:
+    elif query.rows.shape[1:] != key.rows.shape[1:]:
+        raise LostError("queries and keys of one position could not be compared")
+    else:
         yield from _unlike_rotations(query, key)
 
 
@@ -219,9 +221,7 @@ def _unlike_rotations(query: _RotatedSide, key: _RotatedSide) -> Iterator[Findin
     """Yield the fault that the score of a position with itself depends on the position."""
     if query.op is None:
         return
-    groups = min(len(query.rows), len(key.rows))
-    queries = query.rows[:groups]
-    keys = key.other_rows[:groups]
+    queries, keys = _in_pairs(query.rows, key.other_rows)
     products = (queries * keys).sum(-1)
     sizes = queries.norm(dim=-1) * keys.norm(dim=-1)
     angles = products / sizes.clamp(min=1e-12)
@@ -238,6 +238,20 @@ def _unlike_rotations(query: _RotatedSide, key: _RotatedSide) -> Iterator[Findin
         f"{_spread(products):.3g}; the largest possible score is {largest:.3g}.",
         "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
     )
+
+
+def _in_pairs(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `group row feature` of queries and keys with as many groups: neighbours share a key head.
+
+    Raises `LostError` if the groups do not divide.
+    """
+    times, rest = divmod(len(queries), len(keys))
+    if times and not rest:
+        return queries, keys.repeat_interleave(times, 0)
+    times, rest = divmod(len(keys), len(queries))
+    if rest:
+        raise LostError("queries and keys of one position could not be compared")
+    return queries.repeat_interleave(times, 0), keys
 
 
 def _rounding_of(factor: Factor) -> float:

@@ -28,6 +28,8 @@ from .replay import first_key
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
+_NEVER_DROPS = 1e-12
+"""A rate of dropout that drops nothing in any dtype, and is no 0: code may ask whether the rate is 0."""
 _SAME_SIZES = "Give a reference with the same names and shapes of parameters"
 
 
@@ -60,8 +62,8 @@ def _of_state(evidence: Evidence, apart: float) -> Finding:
 
 def _of_seed(evidence: Evidence, apart: float) -> Finding:
     """Return the fault of a run that draws random numbers, at the first operation that does."""
-    draws = [op for op in evidence.run.recording.ops if _draws(op)]
-    dropouts = [op for op in draws if "dropout" in op.base_name or "bernoulli" in op.base_name]
+    drawing = [op for op in evidence.run.recording.ops if draws(op)]
+    dropouts = [op for op in drawing if "dropout" in op.base_name or "bernoulli" in op.base_name]
     proof = f"Two runs on the same input, with different seeds, differ by {apart:.3g}."
     if dropouts:
         return Finding(
@@ -77,19 +79,19 @@ def _of_seed(evidence: Evidence, apart: float) -> Finding:
         "The forward draws random numbers in eval: two runs give different outputs.",
         proof,
         sure=False,
-        source=draws[0].source if draws else "",
-        module=draws[0].module if draws else "",
+        source=drawing[0].source if drawing else "",
+        module=drawing[0].module if drawing else "",
     )
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     """Return whether an operation draws random numbers. A fused dropout has an argument that says it does not."""
     is_off = op.base_name == "native_dropout" and op.args[2:3] == (False,)
     return op.does("draws") and not is_off
 
 
 def training(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault if train and eval give different outputs with every dropout set to 0."""
+    """Yield a fault if train and eval give different outputs although no dropout drops anything."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm uses different statistics in train")
     with evidence.runner.changed_by(_train_without_dropout):
@@ -106,7 +108,7 @@ def training(evidence: Evidence) -> Iterator[Finding]:
 def _of_modes(evidence: Evidence, apart: float) -> Finding:
     """Return the fault of two modes that differ: the first stage that does, and why."""
     sentence = f"With dropout off, train and eval differ by {apart:.3g}."
-    proof = "Both modes had the same input and seed, and every dropout was 0."
+    proof = "Both modes had the same input and seed, and nothing was dropped."
     with suppress(Exception):  # a module may not be copyable, and user code may raise anything
         first = _first_stage(evidence, _in_training(evidence.subject), Where("in eval", "in train", "train"))
         if first is not None:
@@ -122,7 +124,7 @@ def _of_modes(evidence: Evidence, apart: float) -> Finding:
 
 
 def _in_training(subject: Subject) -> Subject:
-    """Return a copy of a subject in train mode, with every dropout set to 0."""
+    """Return a copy of a subject in train mode, in which no dropout drops anything."""
     module = copy.deepcopy(subject.module)
     _train_without_dropout(module)
     return replace(subject, module=module, without_ones=None)
@@ -170,12 +172,15 @@ def _of_padded_outputs(evidence: Evidence, output: Tensor) -> Iterator[str]:
 
 
 def _train_without_dropout(module: nn.Module) -> None:
-    """Put every module into train mode, with each number that is a rate of dropout set to 0."""
+    """Put every module into train mode, with each rate of dropout so small that nothing is dropped.
+
+    A rate of 0 stays: code may take another way for it, which training never takes with another rate.
+    """
     for part in module.modules():
         part.training = True
         for name, value in list(vars(part).items()):
-            if isinstance(value, float) and _is_rate(part, name):
-                setattr(part, name, 0.0)
+            if isinstance(value, float) and value and _is_rate(part, name):
+                setattr(part, name, _NEVER_DROPS)
 
 
 def _is_rate(part: nn.Module, name: str) -> bool:

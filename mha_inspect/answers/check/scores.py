@@ -68,7 +68,34 @@ def _is_mistaken(evidence: Evidence, attention: Attention, names: AxisNames) -> 
         return False
     if not any(_is_scaled_by(attention, scale) for scale in (*mistaken, 1.0)):
         return False
-    return _has_no_norm(evidence, attention)
+    return _has_no_norm(evidence, attention) and _keeps_sizes(evidence, attention)
+
+
+def _keeps_sizes(evidence: Evidence, attention: Attention) -> bool:
+    """Return whether queries and keys are as large in the product as after their projection; True if it is unknown.
+
+    A rotation keeps their size; a product with other numbers, or a gain, is a scale of its own.
+    """
+    if any(scale != 1 for scale in attention.early_scales.values()):
+        return True  # a part of the scale
+    product = attention.score_product
+    factors = {"k_proj": product.right, "q_proj": product.left}
+    if attention.key_first:
+        factors = {"k_proj": product.left, "q_proj": product.right}
+    change = 1.0
+    for stage, factor in factors.items():
+        projected = evidence.content(attention.stages[stage])
+        multiplied = evidence.content(factor)
+        if projected is None or multiplied is None or multiplied.numel() % projected.numel():
+            continue  # e.g. packed with others
+        change *= _size(multiplied) / max(_size(projected), 1e-30)
+    return abs(change - 1) < 0.01
+
+
+def _size(numbers: Tensor) -> float:
+    """Return the root of the mean square of finite numbers."""
+    finite = numbers.double().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.square().mean().sqrt())
 
 
 def _is_scaled_by(attention: Attention, scale: float) -> bool:

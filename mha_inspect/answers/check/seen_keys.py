@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,6 +14,8 @@ from ...reports.check import Finding
 
 _SIDE = 12
 """The largest number of rows and columns of a picture."""
+_ITEMS = 3
+"""The most batch items to describe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +43,16 @@ class SeenKeys:
     """Whether the key of each query's own token is known."""
     distance: Tensor
     """`query key`: query position minus key position, negative for future keys."""
-    real_pairs: Tensor
-    """`query key`: True if the query sees the key in any batch item where the query is no padding."""
-    is_padding: Tensor
-    """`query`: True where the token is padding in every batch item."""
+    pads: Tensor
+    """`batch query`: True where the token is padding."""
     origins: frozenset[str]
     """Names of the inputs that the keys depend on."""
     over: str
     """`heads` or `batch items` if a triangular mask is laid over these instead of the queries; else empty."""
     lengths: frozenset[str]
     """Names of the inputs that such a mask depends on: they may say the lengths of the batch items."""
+    row: str = "batch item"
+    """What an entry of the batch is: a batch item, or one of its windows."""
 
     # -- the attention ------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,11 @@ class SeenKeys:
         return self.by_head.any(1)
 
     @property
+    def has_zeros(self) -> bool:
+        """Whether a head gives no weight to a key."""
+        return bool(self.zeros.any())
+
+    @property
     def has_blind_query(self) -> bool:
         """Whether a query has every key masked out in a head."""
         return self.masked and not bool(self.by_head.any(-1).all())
@@ -114,6 +121,32 @@ class SeenKeys:
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def real_pairs(self) -> Tensor:
+        """`query key`: True if the query sees the key in any batch item where the query is no padding."""
+        return (self.seen & ~self.pads[:, :, None]).any(0)
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """`query`: True where the token is padding in every batch item."""
+        return self.pads.all(0)
+
+    @cached_property
+    def items(self) -> tuple[SeenKeys, ...]:
+        """The keys that are seen in each batch item."""
+        if len(self.by_head) == 1:
+            return (self,)
+        items = []
+        for item in range(len(self.by_head)):
+            one = slice(item, item + 1)
+            items.append(replace(self, by_head=self.by_head[one], zeros=self.zeros[one], pads=self.pads[one]))
+        return tuple(items)
+
+    @property
+    def items_agree(self) -> bool:
+        """Whether the queries that are no padding see the same keys in every batch item."""
+        return all(torch.equal(item.pairs, self.pairs) for item in self.items)
+
     @property
     def queries(self) -> int:
         """Number of queries."""
@@ -136,8 +169,14 @@ class SeenKeys:
 
     @property
     def queries_agree(self) -> bool:
-        """Whether all queries see the same keys."""
-        return torch.equal(self.real_pairs, self.visible.expand_as(self.real_pairs))
+        """Whether all queries that are no padding see the same keys."""
+        of_real_queries = self.real_pairs[~self.is_padding]
+        return torch.equal(of_real_queries, self.visible.expand_as(of_real_queries))
+
+    @property
+    def shows_order(self) -> bool:
+        """Whether a mask of past and future tokens could be seen: there are several keys, and no more queries."""
+        return self.queries <= self.keys > 1 and bool(self.pairs.any())
 
     @property
     def alone(self) -> bool:
@@ -161,7 +200,9 @@ class SeenKeys:
         if not past.numel() or self.keys < 3 or bool(self.is_padding.all()):
             return None
         farthest = int(past.max()) + 1
-        possible = int(self.distance[~self.is_padding].max()) + 1
+        # No query can see further back than the first key that any query sees.
+        of_real_queries = self.distance[~self.is_padding]
+        possible = int(of_real_queries[:, self.visible[0]].max()) + 1
         return farthest if farthest < min(self.keys, possible) else None
 
     @cached_property
@@ -191,6 +232,57 @@ class SeenKeys:
             return torch.zeros_like(self.pairs)
         is_hidden = ~self.pairs & (self.distance == 0)
         return is_hidden & self.visible if self.queries > 1 else is_hidden
+
+    # -- groups of tokens ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of tokens that see only each other, e.g. packed documents, of one batch item or of all together.
+
+        Within a group, each query sees all keys at the distances that any query sees. Empty for a single group, if the
+        keys are no queries, or if a query does not see such a key.
+        """
+        if self.queries != self.keys or not self.knows_own or self.first:
+            return ()
+        group = _connected(self.real_pairs)
+        sees_any = self.real_pairs.any(1)
+        is_used = sees_any | self.real_pairs.any(0)
+        numbers = sorted(set(group[is_used].tolist()))
+        if len(numbers) < 2:
+            return ()
+        distances = self.distance[self.real_pairs]
+        is_near = (self.distance >= distances.min()) & (self.distance <= distances.max())
+        expected = (group[:, None] == group) & is_near & self.visible & sees_any[:, None]
+        if not torch.equal(expected, self.real_pairs):
+            return ()
+        return tuple(tuple((group == number).nonzero().flatten().tolist()) for number in numbers)
+
+    @property
+    def is_causal_in_groups(self) -> bool:
+        """Whether, in every batch item, each token sees its past, at least that of its group or its window."""
+        return all(item.is_regular or item._is_in_groups for item in self.items)
+
+    @property
+    def _is_in_groups(self) -> bool:
+        return bool(self.groups) and not self.sees_future
+
+    def _group_words(self) -> str:
+        """Return which groups of tokens see only each other; empty without groups."""
+        groups = self.groups
+        if not groups:
+            return ""
+        distances = self.distance[self.real_pairs]
+        back, ahead = int(distances.max()), -int(distances.min())
+        longest = max(group[-1] - group[0] for group in groups)
+        places = text.shortened(" | ".join([text.spans(group) for group in groups]), 60)
+        is_limited = back < longest
+        if ahead == 0:
+            how = f"causal, a window of {back + 1}" if is_limited else "causal"
+        elif is_limited or 0 < ahead < longest:
+            how = f"each token sees {back} before it and {ahead} after it"
+        else:
+            how = "each token sees all tokens"
+        return f"{how}, within groups of tokens: {places}"
 
     def masks_out(self, keys: Tensor) -> bool:
         """Return whether no query of a batch item sees any of these keys, `batch key`."""
@@ -246,16 +338,16 @@ class SeenKeys:
 
     @property
     def picture(self) -> tuple[str, ...]:
-        """One row per query, one column per key: `■` if the query sees the key."""
+        """One row per query of the first batch item, one column per key: `■` if the query sees the key in any head."""
         more = "…" if self.keys > _SIDE else ""
         rows = []
-        for row in self.pairs[:_SIDE].tolist():
+        for row in self.items[0].pairs[:_SIDE].tolist():
             rows.append("".join("■" if seen else "·" for seen in row[:_SIDE]) + more)
         return tuple(rows)
 
     def words(self) -> str:
-        """Return a name for who sees whom, and say if it is not so in every head."""
-        words = self._words_of_any_head()
+        """Return a name for who sees whom, and say if it is not so in every head, or in every batch item."""
+        words = self._words_of_items()
         if self.heads_differ:
             words = f"{words}, in at least one head: the masks of the heads differ"
         blind = self.blind_heads
@@ -265,6 +357,26 @@ class SeenKeys:
         if len(blind) == 1:
             return f"head {numbers} sees no key; in the other heads, {words}"
         return f"heads {numbers} see no key; in the other heads, {words}"
+
+    def _words_of_items(self) -> str:
+        """Return a name for who sees whom in any head, of each batch item where they differ."""
+        if self.items_agree:
+            return self._words_of_any_head()
+        if all(item.queries_agree for item in self.items):
+            counts = [int(item.visible.sum()) for item in self.items]
+            if min(counts) < max(counts):
+                return f"every query sees {min(counts)} to {max(counts)} of {self.keys} keys"
+            return f"every query sees {counts[0]} of {self.keys} keys, not the same in every {self.row}"
+        items_by_words: dict[str, list[int]] = {}
+        for number, item in enumerate(self.items):
+            items_by_words.setdefault(item._words_of_any_head(), []).append(number)
+        if len(items_by_words) == 1:
+            return next(iter(items_by_words))
+        parts = []
+        for words, numbers in items_by_words.items():
+            row = self.row if len(numbers) == 1 else f"{self.row}s"
+            parts.append(f"{row} {text.shortened(text.spans(numbers), 20)}: {words}")
+        return "; ".join([*parts[:_ITEMS], *["…"] * (len(parts) > _ITEMS)])
 
     def _words_of_any_head(self) -> str:
         """Return a name for who sees whom in any head."""
@@ -280,15 +392,13 @@ class SeenKeys:
         if torch.equal(self.pairs, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"
         if self.queries_agree:
-            counts = self.seen.any(1).sum(-1)  # of each batch item
-            numbers = sorted({int(counts.min()), int(counts.max())})
-            return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
+            return f"every query sees {int(self.visible.sum())} of {self.keys} keys"
         mistake = self.almost_causal
         if mistake == "reversed":
             return "causal, reversed: each query sees itself and later tokens"
         if mistake:
             return f"causal, {mistake}"
-        return self._band_words() or "a custom pattern"
+        return self._band_words() or self._group_words() or "a custom pattern"
 
     def _causal_words(self) -> str:
         """Return the width of a causal mask, and what is not regular in it."""
@@ -298,6 +408,8 @@ class SeenKeys:
             if not masked:
                 return name
             return f"{name}; {text.plural(masked, 'key')} {'is' if masked == 1 else 'are'} masked out for every query"
+        if self._group_words():
+            return self._group_words()
         is_itself = self.distance == 0
         sees_itself = bool((self.pairs | ~self.visible)[is_itself].all())
         if sees_itself or self.queries != self.keys:
@@ -319,6 +431,17 @@ class SeenKeys:
         if near_before and near_after:
             return f"each query sees itself, {near_before} before and {near_after} after"
         return _gap_words(before, after)
+
+
+def _connected(seen: Tensor) -> Tensor:
+    """Return the number of each token's group, the least of its tokens, where tokens see only each other: `token`."""
+    joined = seen | seen.T | torch.eye(len(seen), dtype=torch.bool)
+    group = torch.arange(len(seen))
+    while True:
+        least = torch.where(joined, group, len(seen)).amin(1)
+        if torch.equal(least, group):
+            return group
+        group = least[least]
 
 
 def _near_words(masked: list[int], farthest: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from ...naming.stage_facts import StageFacts
 from ...naming.visibility import is_causal, masks_of, sees, sees_by_head
 from ...record.ops import Op
 from ...running.subject import Run
+from .alike import Named
+from .query_order import picks_queries, positions_of
 from .seen_keys import SeenKeys
 
 _MASKED_BY = 90.0
@@ -25,23 +27,92 @@ _HEAVY = 1e-3
 
 
 def sights_of(
-    run: Run, first_key: Callable[[Attention, AxisNames], int | None], padded: Tensor | None = None
+    run: Run,
+    first_key: Callable[[Attention, AxisNames], int | None],
+    padded: Tensor | None = None,
+    groups: Sequence[Sequence[Named]] = (),
 ) -> tuple[SeenKeys, ...]:
     """Return the visible keys of each attention whose weights are known, from a run with its tensors.
 
     `first_key` returns the key at the position of the first query, if there are more keys than queries. `padded` is
-    `batch position`, True at padding, whose queries may see anything.
+    `batch position`, True at padding, whose queries may see anything. The first attention of a group shows what all of
+    it see.
     """
+    shown_by: dict[int, Named] = {}
+    for group in groups:
+        for attention, _ in group:
+            shown_by[id(attention)] = group[0]
+    first_sights: dict[int, SeenKeys | None] = {}
     sights = []
     for attention, names in run.attentions:
-        weighing = _weighing(run, attention, names)
-        if weighing is None:
-            continue
-        queries, keys = weighing.weights.shape[-2:]
-        first = first_key(attention, names) if queries < keys else None
-        layout = names.of_stage("scores") if "scores" in attention.stages else ""
-        sights.append(_seen_keys(run, attention, weighing, first, padded, layout))
+        first, names_of_first = shown_by.get(id(attention), (attention, names))
+        if id(first) not in first_sights:
+            first_sights[id(first)] = _sight_of(run, first, names_of_first, first_key, padded)
+        sight = first_sights[id(first)]
+        if sight is not None:
+            sights.append(sight if attention is first else _of_another(run, sight, attention))
     return tuple(sights)
+
+
+def _of_another(run: Run, sight: SeenKeys, attention: Attention) -> SeenKeys:
+    """Return the visible keys of an attention from those of another with equal code: its keys may be other tokens."""
+    return replace(sight, attention=attention, origins=_names_of(run, _inputs_of_keys(run, attention)))
+
+
+def _sight_of(
+    run: Run,
+    attention: Attention,
+    names: AxisNames,
+    first_key: Callable[[Attention, AxisNames], int | None],
+    padded: Tensor | None,
+) -> SeenKeys | None:
+    """Return the visible keys of an attention; None if its weights are unknown."""
+    weighing = _weighing(run, attention, names)
+    if weighing is None:
+        return None
+    queries, keys = weighing.weights.shape[-2:]
+    first = first_key(attention, names) if queries < keys else None
+    layout = names.of_stage("scores") if "scores" in attention.stages else ""
+    sight = _seen_keys(run, attention, weighing, first, padded, layout)
+    in_order = _in_order_of_tokens(run, names, sight)
+    if in_order is None:
+        return None
+    return replace(in_order, row="window" if names.num_windows > 1 else "batch item")
+
+
+def _in_order_of_tokens(run: Run, names: AxisNames, sight: SeenKeys) -> SeenKeys | None:
+    """Return visible keys with the queries in the order of their tokens, where an index picks the queries.
+
+    None if it picks others in another item or head, or it is unknown which: then nobody knows their order.
+    """
+    picks = picks_queries(run, sight.attention)
+    if picks is None:
+        return sight
+    positions = positions_of(run, sight.attention, names, picks)
+    if positions is None:
+        return None
+    order = positions.argsort(-1)  # batch heads query
+    sorted_positions = positions.gather(-1, order)
+    first = sorted_positions[0, 0]
+    if not bool((sorted_positions == first).all()):
+        return None
+    return replace(
+        sight,
+        by_head=_in_order(sight.by_head, order),
+        zeros=_in_order(sight.zeros, order),
+        heavy=sight.heavy[order[0, 0]],
+        weighed=sight.weighed[order[0, 0]],
+        first=0,
+        distance=first[:, None] - torch.arange(sight.keys)[None],
+    )
+
+
+def _in_order(pairs: Tensor, order: Tensor) -> Tensor:
+    """Return `batch heads query key` with the queries in this order, `batch heads query`; each may have one head."""
+    batch, heads = pairs.shape[:2]
+    order = order.expand(batch, max(heads, order.shape[1]), -1)
+    pairs = pairs.expand(-1, order.shape[1], -1, -1)
+    return pairs.gather(2, order[..., None].expand_as(pairs))
 
 
 # -- weights and scores -----------------------------------------------------------------------------------------------
@@ -75,7 +146,9 @@ def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | N
         return _Weighing(weights, scores)
     if not plain.shape == scores.shape == weights.shape:
         return _Weighing(weights, scores)
-    lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
+    if plain.dtype != torch.float64:  # half of a large mask may be infinite in a smaller dtype
+        plain, scores = plain.float(), scores.float()
+    lowered = (plain - scores).nan_to_num(torch.inf)
     return _weighing_by_masks(weights, scores, lowered, has_masks=bool(attention.masks))
 
 
@@ -109,15 +182,13 @@ def _seen_keys(
     first_key = _first_key(seen) if first is None else first
     pads = _padded_queries(padded, first_key, seen)
     if pads is None:
-        real_pairs = seen.any(0)
-        is_padding = torch.zeros(queries, dtype=torch.bool)
-    else:
-        real_pairs = (seen & ~pads[:, :, None]).any(0)
-        is_padding = pads.all(0)
+        pads = torch.zeros(seen.shape[:2], dtype=torch.bool)
+    real_pairs = (seen & ~pads[:, :, None]).any(0)
     of_keys = _inputs_of_keys(run, attention)
     distance = torch.arange(queries)[:, None] + first_key - torch.arange(keys)[None]
     joined = slice(first_key + queries, None)
-    if bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
+    has_joined = keys > first_key + queries
+    if has_joined and bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
         distance[:, joined] = 0  # keys of no position that are joined, e.g. `add_bias_kv` of torch
     over = ""
     if attention.masks and _are_alike_for_queries(seen):
@@ -136,8 +207,7 @@ def _seen_keys(
         first=first_key,
         knows_own=queries == keys or (first is not None and _is_self_attention(attention)),
         distance=distance,
-        real_pairs=real_pairs,
-        is_padding=is_padding,
+        pads=pads,
         origins=_names_of(run, of_keys),
         over=over,
         lengths=_names_of(run, _inputs_of_masks(run, attention)) if over else frozenset(),
@@ -287,6 +357,8 @@ def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
     """Return whether ranks exchange keys and no queries, so that the positions of the queries are unknown."""
+    if not any(op.is_collective for op in run.recording.ops):
+        return False
     return _is_exchanged(run, attention, "k_heads") and not _is_exchanged(run, attention, "q_heads")
 
 

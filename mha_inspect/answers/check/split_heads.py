@@ -44,6 +44,8 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
                 return
         if not followed:
             raise
+        if "concat" in attention.stages:
+            raise LostError("the merge of the heads could not be followed") from None
 
 
 # -- one token, from its projection to the product --------------------------------------------------------------------

@@ -8,6 +8,8 @@ from ...reports.check import Finding
 from .causal_masks import against_window
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 
+_LONGER = "Give a longer input"
+
 
 def window(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if a position attends beyond the declared window, or not to all of it.
@@ -19,6 +21,8 @@ def window(evidence: Evidence) -> Iterator[Finding]:
         raise UndeclaredError("--window N")
     if not evidence.sights:
         raise NotPossibleError("the scores do not show who sees whom")
+    if all(sight.keys <= width or sight.queries < 2 for sight in evidence.sights):
+        raise NotPossibleError(f"no query has more than {width} keys, so the window hides none", give=_LONGER)
     findings: list[Finding] = []
     is_any_right = is_any_global = is_window_wrong = False
     for sight in evidence.sights:

@@ -29,11 +29,13 @@ from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
 from ...record.site import Place, place_of
-from ...text import message_of
+from ...text import message_of, shortened
 from .compared import compared_numbers
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 """The folder of this package."""
+_LONGEST_SOURCE = 40
+"""The most characters of the source of an operand."""
 _PROGRAMS = os.path.dirname(sys.executable) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -74,6 +76,8 @@ class Site:
     """The arguments of the module that the user's line calls; empty if the error is in the line itself."""
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors that the line gives that module."""
+    operands: tuple[str, ...] = ()
+    """The source of each operand of the expression that raised; empty if it is not in the line itself."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         compared=compared,
         called=module.arguments,
         given=module.tensors,
+        operands=_sources_of_operands(entry) if is_last else (),
     )
 
 
@@ -307,6 +312,31 @@ def _expressions_at(entry: _Entry) -> list[ast.AST]:
         if [node.end_lineno, node.col_offset, node.end_col_offset] == span:
             nodes.append(node)
     return nodes
+
+
+def _sources_of_operands(entry: _Entry) -> tuple[str, ...]:
+    """Return the source of each operand of the expression that raised: `a + 1` and `b` of `(a + 1) @ b`."""
+    for node in _expressions_at(entry):
+        if isinstance(node, ast.BinOp):
+            return _source_of(node.left), _source_of(node.right)
+        if isinstance(node, ast.Call) and not node.keywords:
+            operands = [*node.args]
+            is_method = isinstance(node.func, ast.Attribute) and not _is_of_torch(node.func.value)
+            if isinstance(node.func, ast.Attribute) and is_method:
+                operands.insert(0, node.func.value)
+            return tuple(map(_source_of, operands))
+    return ()
+
+
+def _is_of_torch(node: ast.expr) -> bool:
+    """Return whether the name before a function is that of a module of torch: `torch`, `torch.nn.functional`, `F`."""
+    return ast.unparse(node) in ("torch", "F", "nn.functional", "functional", "torch.nn.functional")
+
+
+def _source_of(node: ast.expr) -> str:
+    """Return the source of an operand, in parentheses if it is an operation."""
+    source = shortened(ast.unparse(node), _LONGEST_SOURCE)
+    return f"({source})" if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)) else source
 
 
 def _operands(node: ast.AST) -> Iterator[str]:

@@ -239,7 +239,11 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
     names = _Names.of(run, site, recorder)
     reached = reach(run, call or Call(), tensors if call is not None else ())
-    operands = [_operand_of(given, number, reached, names) for number, given in enumerate(tensors, 1)]
+    numbers = [f"operand {number}" for number, _ in enumerate(tensors, 1)]
+    sources = site.operands if call is not None and len(site.operands) == len(tensors) else numbers
+    operands = []
+    for given, source in zip(tensors, sources, strict=True):
+        operands.append(_operand_of(given, source, reached, names))
     return Facts(
         error=error,
         message=message,
@@ -293,10 +297,10 @@ class _Names:
         return written(self.recording, tensor, self.names, self.path)
 
 
-def _operand_of(given: Given, number: int, reached: Reached, names: _Names) -> Operand:
-    """Return an argument of the failing call with its properties; `number` is its place among them, from 1."""
+def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> Operand:
+    """Return an argument of the failing call with its properties; `source` is what it is called without a name."""
     tensor = given.tensor
-    name = names.written(tensor) or _stage_of(tensor, reached) or given.role or f"operand {number}"
+    name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
     return Operand(
         role=given.role,
         name=name,

@@ -44,16 +44,46 @@ def _split(facts: Facts) -> _Split | None:
 
 
 def not_contiguous(facts: Facts) -> Suspect | None:
-    """Judge a view of a transposed tensor."""
+    """Judge a view of a tensor that is transposed, or a slice of a larger one."""
     x = _viewed(facts)
     if x is None or "stride" not in facts.message or x.given.value.is_contiguous():
         return None
+    in_order = _split_in_order(x, facts.sizes_of_view)
+    if in_order:
+        # As a copy the view would run, with the heads in the place of the positions.
+        what = f"This view would put parts of one token of {x.name} into different positions of a head."
+        return Suspect("not_contiguous", what, (Fix(f"use {in_order}"),))
+    how = "is transposed" if _is_transposed(x) else "is a slice of a larger tensor"
     way = "use .contiguous() before .view(...), or .reshape(...) instead"
     return Suspect(
         "not_contiguous",
-        f"{x.name} is transposed: its elements in memory are not in the order that view() reads.",
+        f"{x.name} {how}: its elements in memory are not in the order that view() reads.",
         (Fix(way, [(x, lambda tensor: tensor.contiguous())]),),
     )
+
+
+def _is_transposed(x: Operand) -> bool:
+    """Return whether a later dimension lies further apart in memory than one before it."""
+    steps = []
+    for size, step in zip(x.shape, x.given.value.stride(), strict=True):
+        if size > 1:
+            steps.append(step)
+    return steps != sorted(steps, reverse=True)
+
+
+def _split_in_order(x: Operand, sizes: tuple[int, ...]) -> str:
+    """Return how a view of `batch position features` as `batch heads position head_dim` is written rightly; or nothing.
+
+    As many heads as positions may be either.
+    """
+    if len(x.shape) != 3 or len(sizes) != 4:
+        return ""
+    batch, positions, width = x.shape
+    heads, head_dim = sizes[1], sizes[3]
+    is_of_heads = sizes[2] == positions != heads and sizes[0] in (batch, -1)
+    if not is_of_heads or heads < 1 or width % heads or head_dim not in (-1, width // heads):
+        return ""
+    return f".view({batch}, {positions}, {heads}, {width // heads}).transpose(1, 2)"
 
 
 def cut_over_ranks(facts: Facts) -> Suspect | None:

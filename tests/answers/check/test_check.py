@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
-from ...corpus.planted import MADE, B, D, E, H, N, Right, future
+from ...corpus.planted import MADE, B, E, H, N, Right
 from ...hf_sizes import flags_of
 from ...warm import Answer
 
@@ -39,45 +38,6 @@ def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Invoke) -> No
     code, out, _ = invoke("check", f"hf:{name}", *flags_of(name), "--seq-len", "6", "--json")
     assert code == 0
     assert not any(finding["sure"] for finding in json.loads(out)["findings"])
-
-
-def fact(report: Any, name: str) -> str:
-    return " | ".join(fact.sentence for fact in report.facts if fact.name == name)
-
-
-def test_the_facts_say_scale_sight_and_masks() -> None:
-    x, mask = torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
-    report = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, mask=mask)
-    assert fact(report, "scale") == f"{D**-0.5:.4g} = 1/√head_dim (head_dim {D})"
-    assert fact(report, "who sees whom") == "every query sees every key"
-    assert fact(report, "mask") == "mask: True keeps a key, False ignores it"
-    turned = mha_inspect.check(MADE["PaddingTurnedRound"](True), x, mask=~mask)
-    assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
-    assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
-    idle = mha_inspect.check(Right(mask=lambda module, scores: scores + -100.0 * (future(scores) & False)), x)
-    assert fact(idle, "mask") == "adds 0 to every score in this call, so no key is masked out"
-    window = mha_inspect.check(MADE["WindowOneWide"](False), x)
-    (picture,) = [seen.picture for seen in window.facts if seen.picture]
-    assert picture[:5] == ("■·········", "■■········", "■■■·······", "■■■■······", "·■■■■·····")
-
-
-class Wide(Right):
-    """8 heads of 6 features, of an input of 24 features, with a scale for heads of 3."""
-
-    def __init__(self) -> None:
-        super().__init__(2 * H, q=partial(nn.Linear, E, 2 * E), o=partial(nn.Linear, 2 * E, E))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT * 3**-0.5).softmax(-1) @ v
-
-
-def test_a_scale_of_another_width_is_named() -> None:
-    x = torch.randn(B, N, E)
-    report = mha_inspect.check(Wide(), x)
-    assert report.findings == ()
-    assert fact(report, "scale") == "0.5774 = 1/√(embed_dim / heads) (head_dim 6)"
-    (finding,) = mha_inspect.check(Wide(), x, intent=Intent(scale="sqrt_head_dim")).findings
-    assert "scaled by 0.5774 = 1/√(embed_dim / heads); expected 1/√6 = 0.4082" in finding.sentence
 
 
 def test_the_module_is_left_as_it_was() -> None:
@@ -257,11 +217,6 @@ def test_rows_that_attend_to_each_other_are_told_once() -> None:
     report = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(batch_axis=1))
     assert [finding.check for finding in report.findings] == ["batch"]
     assert {"parameters", "training"} <= {passed.check for passed in report.passed}
-
-
-def test_a_future_key_is_said_to_be_after_its_query() -> None:
-    (finding,) = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(window=2)).findings
-    assert finding.evidence == "Query 0 gives weight to key 2, 2 after it."
 
 
 OVER = """

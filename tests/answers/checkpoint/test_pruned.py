@@ -6,46 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.running.subject import Subject
-
-from ...fuzz.files import saved
-
-HEAD_DIM, HEADS = 8, 6
-WIDTH = HEAD_DIM * HEADS
-
-
-class Attention(nn.Module):
-    """Attention of some heads; the output has all features."""
-
-    def __init__(self, heads: int = HEADS, head_dim: int = HEAD_DIM) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value = (nn.Linear(WIDTH, heads * head_dim) for _ in range(3))
-        self.dense = nn.Linear(heads * head_dim, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = (side(x) for side in (self.query, self.key, self.value))
-        q, k, v = (side.unflatten(-1, (self.heads, -1)).transpose(1, 2) for side in projected)
-        return x + self.dense(((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+from tests.corpus.stored import HEAD_DIM, HEADS, WIDTH, Prunable
+from tests.fuzz.files import saved
 
 
 def report_of(folder: Path, weights: dict[str, Tensor]) -> ParamsReport:
     path = saved(folder / "model.safetensors", weights, None)
-    return params_of_checkpoint(path, like=Subject(Attention(), (torch.randn(2, 5, WIDTH),), {}), per_head=True)
+    return params_of_checkpoint(path, like=Subject(Prunable(), (torch.randn(2, 5, WIDTH),), {}), per_head=True)
 
 
 @pytest.mark.parametrize("kept", [1, 4])
 def test_pruned_heads_have_a_role_and_are_counted(tmp_path: Path, kept: int) -> None:
-    report = report_of(tmp_path, Attention(kept).state_dict())
+    report = report_of(tmp_path, Prunable(kept).state_dict())
     (attention,) = report.stored_attentions or ()
     assert (attention.num_heads, attention.head_dim, attention.fits) == (kept, HEAD_DIM, ())
     plural = "heads" if kept > 1 else "head"
     assert [note for note in report.notes if "pruned" in note] == [
-        f"The file has {kept} {plural} of {HEAD_DIM} features where Attention has {HEADS}: heads were pruned. "
+        f"The file has {kept} {plural} of {HEAD_DIM} features where Prunable has {HEADS}: heads were pruned. "
         "Prune the same heads of the module before loading, in transformers by config.pruned_heads."
     ]
     parameters = {parameter.name: parameter for parameter in report.parameters}
@@ -57,11 +39,11 @@ def test_pruned_heads_have_a_role_and_are_counted(tmp_path: Path, kept: int) -> 
 
 @pytest.mark.parametrize("change", ["more", "uneven", "one"])
 def test_other_shapes_are_not_pruned(tmp_path: Path, change: str) -> None:
-    weights = Attention(HEADS + 1 if change == "more" else 4).state_dict()
+    weights = Prunable(HEADS + 1 if change == "more" else 4).state_dict()
     if change == "uneven":
-        weights = Attention(4, HEAD_DIM - 1).state_dict()
+        weights = Prunable(4, HEAD_DIM - 1).state_dict()
     if change == "one":
-        weights = Attention().state_dict() | {"query.weight": torch.randn(4 * HEAD_DIM, WIDTH)}
+        weights = Prunable().state_dict() | {"query.weight": torch.randn(4 * HEAD_DIM, WIDTH)}
     report = report_of(tmp_path, weights)
     assert not [note for note in report.notes if "pruned" in note]
     assert [attention.num_heads for attention in report.stored_attentions or ()] == [HEADS]

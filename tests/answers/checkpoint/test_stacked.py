@@ -9,29 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
-from mha_inspect.reports.diff import CheckpointDiffReport
 from mha_inspect.running.subject import Subject
-
-from ...fuzz.files import saved
+from tests.corpus.stored import Apart
+from tests.fuzz.files import saved
 
 WIDTH, HEADS = 24, 4
 Weights = dict[str, Tensor]
 APART = "q, k and v are the same, in one tensor on the {} and in three on the {}"
-
-
-class Apart(nn.Module):
-    """Attention with a projection for each of queries, keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = (side(x) for side in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (side.unflatten(-1, (HEADS, -1)).transpose(1, 2) for side in projected)
-        return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def stacked() -> Weights:
@@ -48,35 +33,6 @@ def split(weights: Weights, order: str = "qkv") -> Weights:
         if order[block] == letter:
             apart[f"{letter}_proj.{kind}"] = weights[f"in_proj_{kind}"].chunk(3)[block].clone()
     return apart
-
-
-def diffed(folder: Path, left: Weights, right: Weights, num_heads: int | None) -> CheckpointDiffReport:
-    left_file = saved(folder / "left" / "model.safetensors", left, None)
-    right_file = saved(folder / "right" / "model.safetensors", right, None)
-    return diff_of_checkpoints(left_file, right_file, num_heads=num_heads)
-
-
-@pytest.mark.parametrize(("num_heads", "turned"), [(None, False), (HEADS, True)])
-def test_a_split_is_the_same_without_a_head_count(tmp_path: Path, num_heads: int | None, turned: bool) -> None:
-    sides = (stacked(), split(stacked()))[:: -1 if turned else 1]
-    report = diffed(tmp_path, *sides, num_heads)
-    words = APART.format(*("right", "left") if turned else ("left", "right"))
-    assert (report.outcome, report.only_left, report.only_right, report.notes) == ("same", (), (), ())
-    assert {pair.verdict for pair in report.tensors} == {"same bits"}
-    assert {pair.note for pair in report.tensors if "out" not in pair.name} == {words}
-    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
-
-
-@pytest.mark.parametrize(
-    ("left", "num_heads"), [(stacked(), None), (split(stacked()), None), (split(stacked()), HEADS)]
-)
-def test_exchanged_keys_and_values_are_named(tmp_path: Path, left: Weights, num_heads: int | None) -> None:
-    report = diffed(tmp_path, left, split(stacked(), "qvk"), num_heads)
-    assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
-    said = "K and v are exchanged: W_k on the left is W_v on the right, and W_v on the left is W_k on the right."
-    assert said in report.answer
-    assert said.replace("W_", "b_") in report.answer
-    assert not [line for line in report.answer if "changed most" in line]
 
 
 @pytest.mark.parametrize(("prefix", "runs"), [("", True), ("layer.", False)])
