@@ -25,19 +25,19 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @cache
 def shown(path: Path) -> list[str]:
     """Every text with words in it that is no docstring, in order; `{}` stands for a value."""
-    tree = tree_of(path)
-    inside = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
-    documented = {id(node) for node, _ in _docstrings(tree)}
+    nodes = nodes_of(path)
+    inside = {id(piece) for node in nodes if isinstance(node, ast.JoinedStr) for piece in node.values}
+    passed_over = inside | {id(node) for node, _ in _docstrings(nodes)}
     texts = []
-    for node in ast.walk(tree):
-        if id(node) in inside | documented:
+    for node in nodes:
+        if id(node) in passed_over:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append((node.lineno, node.col_offset, node.value))
@@ -49,7 +49,7 @@ def shown(path: Path) -> list[str]:
 
 def docstrings(path: Path) -> list[str]:
     """Every docstring, those of fields included."""
-    return [text for _, text in _docstrings(tree_of(path))]
+    return [text for _, text in _docstrings(nodes_of(path))]
 
 
 def comments(path: Path) -> list[str]:
@@ -57,8 +57,8 @@ def comments(path: Path) -> list[str]:
     return [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
 
 
-def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
-    for node in ast.walk(tree):
+def _docstrings(nodes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.Constant, str]]:
+    for node in nodes:
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():
             if (
@@ -72,7 +72,7 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
 def first_words_of_fixes(path: Path) -> list[str]:
     """The first word of each `fix=` of a call that begins with a word: `Use` of `fix="Use transpose(1, 2)."`."""
     words = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         fixes = [keyword.value for keyword in node.keywords if keyword.arg == "fix"]

@@ -6,27 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect.errors import ForwardError, SpecError
 
-
-class Splitting(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.q, self.heads = nn.Linear(8, 8), heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
-        return ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
-
+from .call.styles import Attention
 
 X = torch.randn(2, 5, 8)
 
 
 def test_a_forward_that_raises_has_its_cause() -> None:
-    module = Splitting(3).train()
+    module = Attention(8, 3).train()
     with pytest.raises(ForwardError, match="Width 8 cannot be split into 3 heads") as raised:
         mha_inspect.check(module, X)
     assert isinstance(raised.value.__cause__, RuntimeError)
@@ -39,13 +29,13 @@ def test_a_forward_that_raises_has_its_cause() -> None:
 
 def test_arguments_that_do_not_fit_raise_pythons_own_error() -> None:
     with pytest.raises(TypeError, match="positional argument"):
-        mha_inspect.check(Splitting(2), X, X, X)
+        mha_inspect.check(Attention(8, 2), X, X, X)
 
 
 def test_an_intent_that_is_a_dict_is_written_out() -> None:
     intent: Any = {"causal": True, "window": 4}
     with pytest.raises(TypeError, match=r"Give mha_inspect\.Intent\(causal=True, window=4\)"):
-        mha_inspect.check(Splitting(2), X, intent=intent)
+        mha_inspect.check(Attention(8, 2), X, intent=intent)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import get_type_hints
 
 import pytest
@@ -124,17 +123,3 @@ def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
     assert command.make_context("trace", []).params["embed_dim"] == 30
     assert command.make_context("trace", []).params["batch_first"] is False
     assert command.make_context("trace", ["--embed-dim", "70"]).params["embed_dim"] == 70
-
-
-@pytest.mark.parametrize(
-    ("line", "homes"),
-    [
-        ("layers --embed-dim", ["trace", "params", "compare-heads", "diff", "check"]),
-        ("params --ops", ["trace"]),
-    ],
-)
-def test_an_option_of_other_commands_is_told_where_it_belongs(invoke, line, homes):
-    command, flag = line.split()
-    err = invoke(command, flag).err
-    assert f"{command} has no option {flag}: it belongs to `mha-inspect {homes[0]}`" in err
-    assert re.findall("`mha-inspect ([a-z-]+)", err) == homes

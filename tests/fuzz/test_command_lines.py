@@ -122,7 +122,7 @@ def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
         if "--json" in line and code == 0 and not {"--help", "-h", "--version"} & set(line):
             json.loads(out, parse_constant=lambda name: pytest_fail(name))
 
-    try_all(check, lines(), 36)
+    try_all(check, lines(), 24)
 
 
 def pytest_fail(name: str) -> None:

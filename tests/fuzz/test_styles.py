@@ -411,7 +411,7 @@ def test_styles(try_all: Callable[..., None]) -> None:
         intent = intent_of(style) if style.new > 1 else mha_inspect.Intent(causal=False)
         assert mha_inspect.check(module, x, intent=intent).findings == ()
 
-    try_all(check, styles(), 20)
+    try_all(check, styles(), 16)
 
 
 class Faulty(Composed):
@@ -523,7 +523,7 @@ def test_a_fault_is_the_one_finding(try_all: Callable[..., None]) -> None:
             alone = mha_inspect.check(module, x, **given).findings
             assert [finding.check for finding in alone if finding.check != "parameters"] == [name]
 
-    try_all(check, faulty(), 32)
+    try_all(check, faulty(), 24)
 
 
 def without_gradient(module: Faulty, side: str) -> str:

@@ -298,18 +298,6 @@ class AttentionWeights:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def with_heads(self, num_heads: int) -> AttentionWeights:
-        """The same matrices, their rows counted out to another number of heads."""
-        features = self.num_heads * self.head_dim
-        by_row = {"w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "bias_k", "bias_v"}
-        cut = {
-            name: tensor.reshape(num_heads, features // num_heads, *tensor.shape[2:])
-            for name, tensor in self.tensors().items()
-            if name in by_row
-        }
-        w_o = None if self.w_o is None else self.w_o.reshape(-1, num_heads, features // num_heads)
-        return replace(self, **cut, w_o=w_o)
-
 
 def canonical_weights(spec: AttentionSpec) -> AttentionWeights:
     """Weights drawn from spec.seed, by Xavier's rule, with biases that are not zero, so that a mistake in one shows.

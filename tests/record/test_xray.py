@@ -343,11 +343,6 @@ READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
         lambda q, k, v: (q, k, v, torch.zeros(7, 7), True, 0.25),
         {"dropout": 0.25},
     ),
-    "cuDNN": (
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        lambda q, k, v: (q, k, v, None, False, 0.0, True),
-        {"causal": True},
-    ),
     "mps": (
         torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
         lambda q, k, v: (q, k, v, None, 0.0, True),

@@ -16,9 +16,6 @@ from mha_inspect.layers.spec import Show
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
 
-from ..corpus.entry import hidden
-from ..corpus.every import ENTRIES, entries
-
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
     def without_ones(copied: nn.Module) -> Subject:
@@ -48,15 +45,6 @@ def without_names(report: Trace) -> str:
     return repr(
         replace(report, attentions=attentions, returns=tuple(replace(returned, axes="") for returned in report.returns))
     )
-
-
-@pytest.mark.parametrize("name", [name for name in entries() if ENTRIES[name].given is hidden][::16])
-def test_a_batch_of_one_has_the_names_of_a_batch_of_three(name: str) -> None:
-    module = ENTRIES[name].made().eval()
-    single, two, three = (ENTRIES[name].arguments(batch, 12)[0][0] for batch in (1, 2, 3))
-    widened = trace(module, single, two)
-    assert names(widened) == names(trace(module, three))
-    assert without_names(widened) == without_names(trace(module, single))
 
 
 class Restless(nn.Module):
@@ -119,23 +107,6 @@ def test_a_large_run_is_not_made_twice(monkeypatch):
         replace(subject, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False
     )
     assert ran == [2, 5]
-
-
-def axes_in_library(module: nn.Module, *args: Tensor) -> list[dict[str, str]]:
-    with torch.no_grad():
-        report = mha_inspect.trace(module, *args)
-    return [{stage.name: stage.axes for stage in attention.stages} for attention in report.attentions]
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_the_library_names_a_batch_of_one_as_the_command_does(batch_first: bool) -> None:
-    layer = nn.MultiheadAttention(32, 4, batch_first=batch_first).eval()
-    single, three = (torch.randn(*((batch, 7) if batch_first else (7, batch)), 32) for batch in (1, 3))
-    (axes,) = axes_in_library(layer, single, single, single)
-    assert axes == axes_in_library(layer, three, three, three)[0]
-    assert axes["query"] == ("batch query embed" if batch_first else "query batch embed")
-    assert axes["scores"].split()[-2:] == ["query", "key"]
-    assert "batch" in axes["scores"]
 
 
 def test_what_a_run_may_change_is_not_run_a_second_time() -> None:
