@@ -22,6 +22,7 @@ from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
 from .replay import Region
+from .rerun import Constants
 
 MOST = 1 << 12
 """Scores up to which a region is measured whole."""
@@ -38,8 +39,11 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "logsumexp", "prod",
 _RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 
-def narrowed(graph: Graph, part: Region) -> Region:
-    """Return a region on about `MOST` scores; unchanged if that is not possible, or if it has no more."""
+def narrowed(graph: Graph, part: Region, constants: Constants) -> Region:
+    """Return a region on about `MOST` scores; unchanged if that is not possible, or if it has no more.
+
+    Where a tensor from outside is largest or smallest is kept: one that differs in a single query differs here too.
+    """
     source = part.sources[0]
     if len(part.sources) > 1 or source.numel <= MOST or not _writes_alone(graph, part):
         return part
@@ -47,6 +51,10 @@ def narrowed(graph: Graph, part: Region) -> Region:
     for op in part.ops:
         walk.take(op)
     picked = _picked(source.shape, walk.fixed, MOST)
+    for tensor in part.from_outside():
+        value = constants.value(tensor)
+        if value is not None:
+            _pick_extremes(picked, walk.dims.get(tensor.id, ()), value)
     return _with_sizes(graph, part, walk.dims, picked) if picked else part
 
 
@@ -74,6 +82,19 @@ def _picked(shape: Sequence[int], fixed: set[int], most: int) -> dict[int, Tenso
         if count < size:
             picked[dim] = torch.linspace(0, size - 1, count).round().long()
     return picked
+
+
+def _pick_extremes(picked: dict[int, Tensor], dims: Dims, value: Tensor) -> None:
+    """Add the indices where the content of a tensor is largest and smallest, and so among its finite numbers."""
+    if value.is_complex() or not any(dim in picked for dim in dims):
+        return
+    numbers = value.detach().cpu().double()
+    finite = numbers.nan_to_num(0.0, 0.0, 0.0)
+    for extreme in (numbers.argmax(), numbers.argmin(), finite.argmax(), finite.argmin()):
+        places = torch.unravel_index(extreme, numbers.shape)
+        for dim, index in zip(dims, places, strict=True):
+            if dim in picked:
+                picked[dim] = torch.cat((picked[dim], index.view(1))).unique()
 
 
 def _with_sizes(graph: Graph, part: Region, dims: Mapping[int, Dims], picked: Mapping[int, Tensor]) -> Region:

@@ -177,7 +177,7 @@ class Response:
             raise NotReplayedError("complex scores")
         self.part = region(graph, (scores,), target)
         self._constants = constants
-        self._narrow = narrowed(graph, self.part)
+        self._narrow = narrowed(graph, self.part, constants)
         self.scores = self._narrow.of_run(scores)
         """The scores that are measured: some of them, if there are many."""
         self._replay = Replay(graph, self._narrow, constants)

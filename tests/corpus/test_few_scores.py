@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
+from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import Show
 
 from .base import Base
@@ -37,6 +38,21 @@ class Causal(Base):
         return scores.softmax(-1) @ v
 
 
+class OneWarmQuery(Base):
+    """The scores of one query, or those with one key, are doubled."""
+
+    warm = (100,)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        factors = torch.ones(q.shape[-2], k.shape[-2])
+        factors[self.warm] = 2
+        return (q @ k.mT / q.shape[-1] ** 0.5 * factors).softmax(-1) @ v
+
+
+class OneWarmKey(OneWarmQuery):
+    warm = (..., 100)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_measured_does_not_grow_with_the_scores(device: str) -> None:
     with torch.device(device):
@@ -47,6 +63,13 @@ def test_what_is_measured_does_not_grow_with_the_scores(device: str) -> None:
     assert len(trace.attentions) == 2
     # Each attention has 393,216 scores, and dozens of numbers were computed of each.
     assert doubles.count < 8_000_000
+
+
+@pytest.mark.parametrize("make", [OneWarmQuery, OneWarmKey])
+def test_scores_that_differ_for_one_token_of_many_have_no_scale_that_passes(make: type[Base]) -> None:
+    args = (make().eval(), torch.randn(1, 256, E))
+    with pytest.raises(InputError, match="scale"):
+        mha_inspect.check(*args, intent=mha_inspect.Intent(scale="sqrt_head_dim"), only="scale")
 
 
 @pytest.mark.parametrize("name", entries()[::3])

@@ -41,6 +41,8 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
             raise NotPossibleError("the scores are additive, so there is no dot product to scale")
         if attention.scale is None:
             raise NotPossibleError("the scale could not be determined")
+        if any(step == "times" for step, _ in attention.scoring):
+            raise NotPossibleError("the scores are also multiplied by numbers that differ by key")
         if abs(attention.scale / max(names.head_dim, 1) ** -0.5 - 1) > 0.01:
             yield _other_scale(attention, names, "", f"head_dim is {names.head_dim}.")
             return
