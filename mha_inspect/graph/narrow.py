@@ -94,7 +94,8 @@ def _pick_extremes(picked: dict[int, Tensor], dims: Dims, value: Tensor) -> None
         places = torch.unravel_index(extreme, numbers.shape)
         for dim, index in zip(dims, places, strict=True):
             if dim in picked:
-                picked[dim] = torch.cat((picked[dim], index.view(1))).unique()
+                indices = {*picked[dim].tolist(), int(index)}
+                picked[dim] = torch.tensor(sorted(indices))
 
 
 def _with_sizes(graph: Graph, part: Region, dims: Mapping[int, Dims], picked: Mapping[int, Tensor]) -> Region:

@@ -465,7 +465,19 @@ def read_scoring(
         if reader.appends_sinks(op, result):
             return reader.before_sinks(op)
         reader.take(op, result)
-    return reader.scoring(softmax_input)
+    scoring = reader.scoring(softmax_input)
+    is_scaled_in_part = _scales_a_part(graph, scored.op, softmax_input)
+    return scoring._replace(late_scale=None) if is_scaled_in_part else scoring
+
+
+def _scales_a_part(graph: Graph, product: Op, softmax_input: TensorRef) -> bool:
+    """Return whether a part of the scores is multiplied, e.g. `scores[:, :, 0] *= 2`: there is no scale of all then."""
+    fewest = min(product.output.numel, softmax_input.numel)
+    for op in between(graph.recording, {product.output.id}, softmax_input):
+        is_part = op.output.numel < fewest
+        if is_part and (graph.is_scale(op) or op.does("scales")):
+            return True
+    return False
 
 
 class _ScoringReader:
@@ -574,8 +586,9 @@ class _ScoringReader:
 
     def _multiply(self, number: float | None, result: TensorRef) -> None:
         """Take a multiplication by one number: as a part of the scores if nothing else was done to them yet."""
-        if not self._is_plain:
-            return self._scale_late(number)
+        is_part = result.numel < self._fewest_elements
+        if is_part or not self._is_plain:
+            return self._scale_late(None if is_part else number)
         self._before_scale, self._last_scale = self._tensor, number
         self._scale = multiply((self._scale, number))
         self._scores = result

@@ -65,7 +65,22 @@ def test_what_is_measured_does_not_grow_with_the_scores(device: str) -> None:
     assert doubles.count < 8_000_000
 
 
-@pytest.mark.parametrize("make", [OneWarmQuery, OneWarmKey])
+class WrittenQuery(OneWarmQuery):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        scores[:, :, 100] *= 2
+        return scores.softmax(-1) @ v
+
+
+class AssignedKey(OneWarmQuery):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        scores = scores.clone()
+        scores[..., 100] = 2 * scores[..., 100]
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("make", [OneWarmQuery, OneWarmKey, WrittenQuery, AssignedKey])
 def test_scores_that_differ_for_one_token_of_many_have_no_scale_that_passes(make: type[Base]) -> None:
     args = (make().eval(), torch.randn(1, 256, E))
     with pytest.raises(InputError, match="scale"):
