@@ -82,7 +82,7 @@ def is_counted(entry: Entry) -> bool:
     if len(entry.attentions) > 1 or not entry.attentions[0].is_textbook or entry.attentions[0].says:
         return False
     is_other = entry.name.startswith(
-        ("Fused", "Broadcast", "Kernel", "One", "SharedKeys", "LastToken", "Bert", "Torch")
+        ("Fused", "Broadcast", "KeepNumbers", "Kernel", "One", "SharedKeys", "LastToken", "Bert", "Torch")
     )
     return bool(entry.rows) and not entry.partly and entry.reads_arguments and not is_other
 

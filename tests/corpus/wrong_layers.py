@@ -369,6 +369,7 @@ CASES += [
         "masking",
         None,
         {"attend": lambda m, q, k, v: (-(q.unsqueeze(3) - k.unsqueeze(2)).pow(2).sum(-1) * 2).softmax(-1) @ v},
+        asked=False,
     ),
 ]
 
