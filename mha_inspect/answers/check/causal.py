@@ -57,6 +57,8 @@ def _of_declared(evidence: Evidence) -> Finding | None:
     if not is_shown and (evidence.once or not evidence.follows or evidence.source.length < 2):
         raise NotPossibleError("the output and the scores do not show who sees whom")
     for sight in _sights_in_order(evidence):
+        if sight.queries == 1 and sight.sees_future:  # or the slots of a ring, in which older tokens come later
+            raise NotPossibleError("one query alone does not show whether the keys after its own are later tokens")
         finding = against_causal(sight, evidence.intent.window)
         if finding is not None and not _keeps_order_of_outputs(evidence, sight):
             return finding

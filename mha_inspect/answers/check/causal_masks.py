@@ -71,13 +71,25 @@ def _hides_itself(sight: SeenKeys) -> Finding:
     past = " + past" if sight.queries < sight.keys else ""
     # A query with every key masked out by a finite number gives weight to all of them.
     weightless = sight.zeros.flatten(0, 1).all(0) & (sight.distance == 0)
-    hidden = weightless if bool(weightless.any()) else sight.hides_itself
-    queries = hidden.any(1).nonzero().flatten().tolist()
+    if not bool(weightless.any()):
+        return _sees_nothing(sight)
+    queries = weightless.any(1).nonzero().flatten().tolist()
     return sight.finding(
         "causal",
         "A position cannot see itself: the mask includes the diagonal.",
         f"{len(queries)} of {sight.queries} queries give no weight to their own key; the first is query {queries[0]}.",
         f"Mask out triu(diagonal=1{past}) instead of diagonal=0{past}.",
+    )
+
+
+def _sees_nothing(sight: SeenKeys) -> Finding:
+    """Return the fault of queries that do not see themselves, and give weight to their own key for all that."""
+    queries = sight.hides_itself.any(1).nonzero().flatten().tolist()
+    return sight.finding(
+        "causal",
+        "A query has every key masked out, its own too.",
+        f"{len(queries)} of {sight.queries} queries; the first is query {queries[0]}.",
+        "Leave each query its own key.",
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect import Intent
+from mha_inspect.errors import InputError
 from mha_inspect.reports.check import CheckReport, Fact
 
 from ...corpus.items import Documents, DocumentsBothWays, Masked, PaddedByItem
@@ -215,3 +216,24 @@ def test_evidence_names_no_key_that_is_not_there() -> None:
     (finding,) = of_queries(Unread()).findings
     assert "keys 5" not in finding.evidence
     assert "tokens 5" in finding.evidence
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e9])
+def test_a_query_without_keys_is_no_diagonal_too_early(fill: float) -> None:
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    hidden[3] = True
+    module = Right(mask=lambda _, scores: scores.masked_fill(hidden, fill))
+    finding = checked(module, torch.randn(2, 6, E), causal=True).findings[-1]
+    assert finding.check == "causal"
+    assert "every key masked out" in finding.sentence
+    assert "diagonal" not in finding.sentence + finding.fix
+
+
+def test_one_query_that_sees_a_later_token_is_not_causal() -> None:
+    later = torch.arange(6) > 1
+    module = Right(
+        heads=lambda m, x: (m.split(m.q(x))[:, :, :1], m.split(m.k(x)), m.split(m.v(x))),
+        mask=lambda _, scores: scores.masked_fill(later, -torch.inf),
+    )
+    with pytest.raises(InputError, match="one query"):
+        checked(module, torch.randn(2, 6, E), causal=True)
