@@ -1,4 +1,7 @@
-"""Check that batch items are independent: a token of item 0 is changed, and the outputs of other items compared."""
+"""Check that batch items are independent: a token of item 0 is changed, and the outputs of other items compared.
+
+Then all tokens of the last item are changed: an item may change those before it alone.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,9 @@ from .evidence import OTHER_SIZES, Evidence, NotPossibleError
 from .exchanged_axes import way_out
 from .item_masks import masks_of_other_items
 from .mixed_items import line_of_mixed_items
+
+_MIXED = "Changing one batch item changes the output of another."
+_KEEP_SEPARATE = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,8 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         raise NotPossibleError("the batch has one item; give a batch of 2")
     finding = _of_tokens(evidence, evidence.reach, source)
     findings = list(_of_further_sources(evidence)) if finding is None else [finding]
+    if not findings:
+        findings = list(_of_last_item(evidence))
     yield from findings
     if not findings:
         yield from masks_of_other_items(evidence)
@@ -79,6 +87,28 @@ def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:
         finding = _of_tokens(evidence, {source.length // 2: changed}, source)
         if finding is not None:
             yield finding
+
+
+def _of_last_item(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the fault of the last batch item, all of whose tokens are changed, if it changes an item before it."""
+    source, last = evidence.source, evidence.source.rows - 1
+    if source.positions is None or _compares_items(evidence):
+        return
+    output = evidence.output_with(source.others(slice(None), row=slice(last, None)))
+    changed = evidence.differences(output, times=OTHER_SIZES)[:last]
+    if not bool((changed > 0).any()):
+        return
+    item, position = (changed > 0).nonzero()[0].tolist()
+    why = _why_correct(evidence, evidence.reach, source)
+    yield Finding(
+        "batch",
+        _MIXED + (f" The module is correct if {why}." if why else ""),
+        f"Changing batch item {last} of {source.names[0]} changes item {item} at position {position} "
+        f"by {float(changed[item, position]):.3g}.",
+        sure=not why,
+        source=evidence.scores_line,
+        fix=_KEEP_SEPARATE,
+    )
 
 
 def _of_tokens(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Finding | None:
@@ -223,7 +253,7 @@ def _attends_over_items(evidence: Evidence, leak: _Leak, attention: Attention) -
 
 def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak) -> Finding:
     """Return the fault of items that affect each other, which is sure if no reason makes it correct."""
-    sentence = "Changing one batch item changes the output of another."
+    sentence = _MIXED
     line = ""
     why = _why_correct(evidence, reach, leak.source)
     if why:
@@ -236,7 +266,7 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
         leak.proof,
         sure=not why,
         source=line or evidence.scores_line,
-        fix="Keep the batch separate: check each view, repeat and mask that joins it with heads or positions.",
+        fix=_KEEP_SEPARATE,
     )
 
 

@@ -176,3 +176,14 @@ def test_a_part_that_could_not_be_judged_is_told() -> None:
     report = checked(Two())
     assert accused(report) == []
     assert "only some attentions" in skipped(report)["heads"]
+
+
+# -- batch -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_item_that_changes_the_one_before_it_alone_is_found() -> None:
+    def leave(module: Right, x: Tensor) -> Tensor:
+        later = torch.cat((x[1:], torch.zeros_like(x[:1])))
+        return module.o(x + later)
+
+    assert "batch" in accused(checked(Right(leave=leave)))
