@@ -57,6 +57,13 @@ def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.Cap
     assert "--input-shape queries=SIZES:float32" in line
 
 
+def test_a_mask_that_was_not_given_is_not_the_lines_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def forward(self, x, mask):\n        return self.attend(x) + mask.named_tuple"
+    line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+    assert "mask was not given, so it is None" in line
+    assert "--input-shape mask=SIZES:DTYPE" in line
+
+
 @pytest.mark.parametrize("product", ["queries @ keys", "queries.mT @ keys"])
 def test_inputs_of_one_form_clash_by_what_the_module_does(
     product: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
