@@ -26,6 +26,8 @@ _UNUSUAL = 37
 _WIDTH_NAME = re.compile("dim|hidden|width|embed|model|size|features|channels", re.IGNORECASE)
 _WIDEST, _TRIES = 1 << 14, 8
 """The largest width to try, and the number of widths, where nothing shows the width."""
+_RECURRENT = re.compile(r"must be equal to input_size. Expected (\d+), got (\d+)")
+"""What a recurrent layer says to a width that is not its own."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
@@ -504,11 +506,19 @@ def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str])
 def _with_width_that_runs(
     sizes: Sizes, plans: Mapping[str, Plan], error: Exception, run: Run
 ) -> dict[str, Plan] | None:
-    """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none."""
+    """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none.
+
+    A recurrent layer says which width it takes.
+    """
     drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
+    widths = sizes.possible_widths(error)
+    recurrent = _RECURRENT.search(message_of(error))
+    if recurrent is not None:
+        widths = [int(recurrent[1])]
+        drawn = [name for name, plan in plans.items() if plan.axes[-1] == int(recurrent[2])]
     if not drawn:
         return None
-    for width in sizes.possible_widths(error):
+    for width in widths:
         wider = dict(plans)
         for name in drawn:
             wider[name] = replace(plans[name], axes=(*plans[name].axes[:-1], width))
