@@ -17,7 +17,7 @@ from ..layers.spec import InputSpec
 from ..making.arguments import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Kind, plain
-from ..text import message_of
+from ..text import listed, message_of
 from .call import Axis, Forward, Plan
 from .probe import Evidence, Probed
 
@@ -286,9 +286,12 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
 
 def _require_tensors(forward: Forward, target: Target, required: Sequence[str]) -> None:
     """Raise `InputError` if a required argument is no tensor, but a setting or a container of tensors."""
+    settings = [name for name in required if forward.kind(name) == "setting"]
+    if settings:
+        them = "which is not a tensor" if len(settings) == 1 else "which are not tensors"
+        ways = " ".join(f"--set {name}=VALUE" for name in settings)
+        raise InputError(f"{forward.label} needs {listed(settings)}, {them}. Give {ways}.")
     for name in required:
-        if forward.kind(name) == "setting":
-            raise InputError(f"{forward.label} needs {name}, which is not a tensor. Give --set {name}=VALUE.")
         if _is_container(forward.parameters[name].annotation):
             raise InputError(_container_message(forward, target, name))
 

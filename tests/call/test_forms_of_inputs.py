@@ -86,3 +86,15 @@ def test_fewer_tokens_are_given_where_a_module_has_fewer_positions(
     code, page = traced(tmp_path, forward, capsys)
     assert code == 0
     assert "runs with 7 tokens and raises with 12" in page
+
+
+def test_an_array_is_given_by_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def forward(self, x):\n        return self.attend(torch.from_numpy(x))"
+    assert "(module, (x,))" in traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+
+
+def test_height_and_width_of_a_sequence_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "attention.py"
+    file.write_text(f"{_HEAD}\n    def forward(self, x, H, W):\n        return self.attend(x)\n", encoding="utf-8")
+    assert run(["trace", str(file)]) == 2
+    assert "--set H=VALUE --set W=VALUE" in capsys.readouterr().err

@@ -161,7 +161,10 @@ def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
         said = f"{name} was guessed to be {dtype} {text.shape(operand.shape)}, and this line takes another."
         if suspect is not None:
             said += f" With such an input: {suspect.explanation}"
-        return Cause("guessed_input", said, f"Give its shape: --input-shape {name}=SIZES:{dtype}.")
+        way = f"Give its shape: --input-shape {name}=SIZES:{dtype}."
+        if "ndarray" in facts.message:
+            way = f"Give an array: let a function return the module with its inputs, (module, ({name},))."
+        return Cause("guessed_input", said, way)
     if suspect is None:
         return None
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
