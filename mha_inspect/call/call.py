@@ -38,6 +38,8 @@ class Call:
     """Names of the tensors that the user did not give: another forward's tensors may replace them."""
     guessed: Mapping[str, str] = field(default_factory=dict)
     """Drawn tensors whose shape was guessed, with that shape: `2x10x512:float32`."""
+    missed: tuple[str, ...] = ()
+    """Required arguments that are None because no usual mask runs."""
     drawn_width: int = 0
     """The width of drawn tensors if nothing in the module shows their width, else 0."""
     origin: str = "drawn from the seed"

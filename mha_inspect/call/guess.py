@@ -17,7 +17,7 @@ from ..layers.spec import InputSpec
 from ..making.arguments import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Kind, plain
-from ..text import message_of
+from ..text import listed, message_of
 from .call import Axis, Forward, Plan
 from .probe import Evidence, Probed
 
@@ -26,6 +26,8 @@ _UNUSUAL = 37
 _WIDTH_NAME = re.compile("dim|hidden|width|embed|model|size|features|channels", re.IGNORECASE)
 _WIDEST, _TRIES = 1 << 14, 8
 """The largest width to try, and the number of widths, where nothing shows the width."""
+_RECURRENT = re.compile(r"must be equal to input_size. Expected (\d+), got (\d+)")
+"""What a recurrent layer says to a width that is not its own."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
@@ -284,9 +286,12 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
 
 def _require_tensors(forward: Forward, target: Target, required: Sequence[str]) -> None:
     """Raise `InputError` if a required argument is no tensor, but a setting or a container of tensors."""
+    settings = [name for name in required if forward.kind(name) == "setting"]
+    if settings:
+        them = "which is not a tensor" if len(settings) == 1 else "which are not tensors"
+        ways = " ".join(f"--set {name}=VALUE" for name in settings)
+        raise InputError(f"{forward.label} needs {listed(settings)}, {them}. Give {ways}.")
     for name in required:
-        if forward.kind(name) == "setting":
-            raise InputError(f"{forward.label} needs {name}, which is not a tensor. Give --set {name}=VALUE.")
         if _is_container(forward.parameters[name].annotation):
             raise InputError(_container_message(forward, target, name))
 
@@ -504,11 +509,19 @@ def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str])
 def _with_width_that_runs(
     sizes: Sizes, plans: Mapping[str, Plan], error: Exception, run: Run
 ) -> dict[str, Plan] | None:
-    """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none."""
+    """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none.
+
+    A recurrent layer says which width it takes.
+    """
     drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
+    widths = sizes.possible_widths(error)
+    recurrent = _RECURRENT.search(message_of(error))
+    if recurrent is not None:
+        widths = [int(recurrent[1])]
+        drawn = [name for name, plan in plans.items() if plan.axes[-1] == int(recurrent[2])]
     if not drawn:
         return None
-    for width in sizes.possible_widths(error):
+    for width in widths:
         wider = dict(plans)
         for name in drawn:
             wider[name] = replace(plans[name], axes=(*plans[name].axes[:-1], width))

@@ -94,6 +94,7 @@ def make_call(target: Target, asked: Asked) -> Call:
         call,
         drawn=tuple(drawn),
         guessed=guessed,
+        missed=tuple(masks.missed),
         drawn_width=_drawn_width(sizes, plans),
         said=(*notes, *masks.notes),
     )
@@ -319,6 +320,8 @@ class _Masks:
 
     by_name: Mapping[str, Any]
     notes: Sequence[str] = ()
+    missed: Sequence[str] = ()
+    """Required masks of which no usual form runs: they are None."""
 
 
 def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: Sequence[str]) -> _Masks:
@@ -329,9 +332,11 @@ def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, 
         inputs = replace(inputs, causal=is_asked and not _is_built_causal(target.module))
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
     made_masks = masks_of(forward, target, inputs, values, free)
-    if not made_masks.open_flags:
-        return _Masks(made_masks.by_name)
     still_free = [name for name in free if name not in made_masks.by_name]
+    flags = made_masks.open_flags
+    missed = () if flags else _missed(forward, target, {**values, **made_masks.by_name}, still_free)
+    if not flags and not missed:
+        return _Masks(made_masks.by_name)
 
     def run(tried: Mapping[str, Tensor]) -> Subject:
         call = forward.call({**values, **made_masks.by_name, **tried})
@@ -339,10 +344,28 @@ def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, 
         return replace(subject, seed=asked.seed, grad=False)
 
     try:
-        tried = try_masks(forward, inputs, made_masks.open_flags, still_free, run)
+        if missed:
+            causal = replace(inputs, causal=True)
+            tried = try_masks(forward, causal, ["--causal"], missed, run)
+        else:
+            tried = try_masks(forward, inputs, flags, still_free, run)
     except SpecError as error:  # another layout may be the solution
+        if missed:
+            return _Masks(made_masks.by_name, missed=missed)
         raise type(error)(" ".join((str(error), *notes))) from None
-    return _Masks({**made_masks.by_name, **tried.by_name}, tried.notes)
+    notes_of_need = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name if missed]
+    return _Masks({**made_masks.by_name, **tried.by_name}, [*notes_of_need, *tried.notes])
+
+
+def _missed(forward: Forward, target: Target, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
+    """Return the required masks that the forward uses as tensors: it raises where they are None."""
+    required = [name for name in free if forward.is_needed(name)]
+    if not required or target.layer is not None:
+        return []
+    error = probe(forward.call(values).of(target.module), {}, whole=True).error
+    if not isinstance(error, (TypeError, AttributeError)) or "None" not in str(error):
+        return []
+    return required
 
 
 def _is_built_causal(module: nn.Module) -> bool:

@@ -384,7 +384,7 @@ def merged_mask(
 
 # -- trying the forms that a forward may take -------------------------------------------------------------------------
 
-_FORMS = ("query key", "batch key", "batch 1 1 key", "batch 1 query key", "batch heads query key")
+_FORMS = ("query key", "batch key", "batch query key", "batch 1 1 key", "batch 1 query key", "batch heads query key")
 _MEANS = {
     "keeps": "True keeps a key",
     "masks": "True masks out a key",

@@ -182,8 +182,13 @@ def _traced(
                 report, run = traced(loaded, show, keep=keep, judge=True)
                 return of_all_ranks(report, run, loaded), run
         except ForwardError as failed:
-            is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             is_one_call = loop is None and ranks is None
+            # A rank that calls again alone would wait for the others.
+            may_be_shorter = is_one_call and place() is None
+            shorter = subject.load_with_fewer_tokens(target, options, loaded) if may_be_shorter else None
+            if shorter is not None:
+                return traced(shorter, show, keep=keep, judge=True)
+            is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             hint = way_out(loaded) if is_one_call and not is_explained else ""
             return _with_notes(failed.trace, (*loaded.notes, hint)), None
 

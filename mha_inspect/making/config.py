@@ -6,12 +6,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 _WORDS = ("config", "cfg", "args", "hparams", "params", "settings", "opt", "conf")
 """Parts of the names that people give a config."""
+_OF_DICTIONARIES = ("get", "items", "keys", "values", "pop", "setdefault")
+"""Methods of a dictionary, which say nothing of what is in a config."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class _Reads:
             return bool(self.keys) and not self.attributes and self.keys <= value.keys()
         if not self.attributes or self.keys:
             return False
-        return all(hasattr(value, name) for name in self.attributes)
+        required = [field.name for field in fields(value)] if isinstance(value, type) else []
+        return all(name in required or hasattr(value, name) for name in self.attributes)
 
 
 def config_for(function: Callable[..., Any], argument: str, namespace: Mapping[str, Any]) -> Config | None:
@@ -98,8 +101,12 @@ def _reads_of(function: Callable[..., Any], argument: str) -> _Reads:
             continue
         if node.value.id != argument:
             continue
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr not in _OF_DICTIONARIES:
             attributes.add(node.attr)
-        elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str)
+        ):
             keys.add(node.slice.value)
     return _Reads(frozenset(attributes), frozenset(keys))

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +89,7 @@ def names_in_file(path: Path) -> list[str]:
 def imported(where: str) -> ModuleType:
     """Return a module by its name or the path of its file. Raises `InputError` if it cannot be imported."""
     try:
-        with _without_terminal(where):
+        with _without_terminal(where), _gradients():
             return _load_file(where) if where.endswith(".py") else _load_module(where)
     except InputError:
         raise
@@ -100,6 +100,12 @@ def imported(where: str) -> ModuleType:
         ) from None
     except Exception as error:  # the file's own code may raise anything
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+def _gradients() -> AbstractContextManager[Any]:
+    """Return a block with gradients, as Python's own import has them: a file may train when it runs."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.enable_grad()
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     on_meta = torch.device("meta") if spec.device == "meta" else nullcontext()
 
     def make() -> Any:
-        with on_meta:
+        with on_meta, torch.enable_grad():  # as Python itself: a function may train what it returns
             seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
 

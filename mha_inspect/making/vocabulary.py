@@ -133,6 +133,10 @@ _KINDS: dict[Kind, str] = {
 _KIND_OF = {plain(name): kind for kind, names in _KINDS.items() for name in names.split()}
 
 
+_SIZES_OF_IMAGES = ("H", "W", "height", "width")
+"""Height and width of an image whose pixels are a sequence; `h` is a hidden state."""
+
+
 def kind_of(parameter: Parameter) -> Kind:
     """Return the kind of an argument by its name, or by an annotation that is not a tensor."""
     name = parameter.name.casefold()
@@ -145,6 +149,8 @@ def kind_of(parameter: Parameter) -> Kind:
     if all(kind in plain_kinds for kind in kinds):
         return "setting"
     if isinstance(parameter.default, (bool, int, float, str)):
+        return "setting"
+    if parameter.name in _SIZES_OF_IMAGES:
         return "setting"
     word = plain(name)
     if word.endswith(("lens", "lengths")) or word == "validlen":

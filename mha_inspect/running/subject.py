@@ -166,7 +166,7 @@ class Subject:
     drawn_width: int = field(default=0, kw_only=True)
     """The width of its inputs if nothing in the module shows it, else 0."""
     guessed: tuple[str, ...] = field(default=(), kw_only=True)
-    """Names of its inputs whose shape was guessed: that a forward raises on one of them may be the guess's fault."""
+    """Inputs of a guessed shape, or left None: that a forward raises on one of them may be the fault of the guess."""
     batch_first: bool | None = field(default=None, kw_only=True)
     """Whether its inputs, which were drawn for it, are `batch seq embed`; None if somebody else made them."""
     without_ones: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)

@@ -23,6 +23,10 @@ _FORMS = {
     "        return self.attend(image.reshape(b, -1, d))",
     "channels first": "def forward(self, x):\n        b, d, n = x.shape\n        assert d == 12\n"
     "        return self.attend(x.mT)",
+    "the width of a recurrent layer": "def __init__(self, embed_dim=12, num_heads=3):\n"
+    "        super().__init__(embed_dim, num_heads)\n"
+    "        self.before = torch.nn.LSTM(20, embed_dim, batch_first=True)\n"
+    "    def forward(self, x):\n        return self.attend(self.before(x)[0])",
     "unbatched": "def forward(self, tokens):\n        n, d = tokens.shape\n        return self.attend(tokens[None])",
     "heads": "def forward(self, queries, keys, values):\n        b, h, n, d = queries.shape\n"
     "        return (queries @ keys.mT / d**0.5).softmax(-1) @ values",
@@ -57,6 +61,13 @@ def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.Cap
     assert "--input-shape queries=SIZES:float32" in line
 
 
+def test_a_mask_that_was_not_given_is_not_the_lines_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def forward(self, x, mask):\n        return self.attend(x) + mask.named_tuple"
+    line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+    assert "mask was not given, so it is None" in line
+    assert "--input-shape mask=SIZES:DTYPE" in line
+
+
 @pytest.mark.parametrize("product", ["queries @ keys", "queries.mT @ keys"])
 def test_inputs_of_one_form_clash_by_what_the_module_does(
     product: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -65,3 +76,25 @@ def test_inputs_of_one_form_clash_by_what_the_module_does(
     line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
     assert "nothing wrong" not in line
     assert "guessed" not in line
+
+
+def test_fewer_tokens_are_given_where_a_module_has_fewer_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = "def forward(self, x):\n        places = torch.zeros(1, 8, 12)\n"
+    forward += "        return self.attend(x + places[:, : x.shape[1]])"
+    code, page = traced(tmp_path, forward, capsys)
+    assert code == 0
+    assert "runs with 7 tokens and raises with 12" in page
+
+
+def test_an_array_is_given_by_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def forward(self, x):\n        return self.attend(torch.from_numpy(x))"
+    assert "(module, (x,))" in traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+
+
+def test_height_and_width_of_a_sequence_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "attention.py"
+    file.write_text(f"{_HEAD}\n    def forward(self, x, H, W):\n        return self.attend(x)\n", encoding="utf-8")
+    assert run(["trace", str(file)]) == 2
+    assert "--set H=VALUE --set W=VALUE" in capsys.readouterr().err

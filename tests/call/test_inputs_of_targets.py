@@ -301,11 +301,18 @@ def test_what_was_made_is_said_and_what_is_not_needed_is_not_made() -> None:
 
 @pytest.mark.parametrize(("flag", "asked"), [("--causal", {"causal": True}), ("--padding", {"padding": (1,)})])
 def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
-    for name in ("Deaf", "Needed"):
-        with pytest.raises(SpecError, match=rf"{flag} cannot be applied to {name}.forward: .*\(module, args\)"):
-            loaded(name, **asked)
+    with pytest.raises(SpecError, match=rf"{flag} cannot be applied to Deaf.forward: .*\(module, args\)"):
+        loaded("Deaf", **asked)
     with pytest.raises(NoMaskError, match="takes no mask: its arguments are x"):
         loaded("OneLate", **asked)
+
+
+def test_a_required_mask_is_made_where_the_forward_does_not_run_without_it() -> None:
+    _, call = loaded("Needed")
+    assert torch.equal(call.kwargs["mask"], ~CAUSAL.expand(2, -1, -1))
+    assert call.said[0] == "mask is required, so a mask was made as with --causal."
+    _, call = loaded("Needed", padding=(1,))
+    assert call.kwargs["mask"].shape == (2, 5, 5)
 
 
 def test_masks_of_torchs_own_modules_mean_what_torch_says() -> None:

@@ -28,6 +28,16 @@ _FILES = {
         + _BY_ATTRIBUTE,
         "Sizes",
     ),
+    "a dataclass without defaults": (
+        "from dataclasses import dataclass\n@dataclass\nclass Sizes:\n    n_embd: int\n    n_head: int\n"
+        + _BY_ATTRIBUTE,
+        "Sizes",
+    ),
+    "a dictionary of which some is read by get": (
+        'GPT_SMALL = {"n_embd": 24, "n_head": 3}\n'
+        + _BY_KEY.replace("batch_first", 'config.get("bias", True), batch_first'),
+        "GPT_SMALL",
+    ),
     "an object": (
         "from types import SimpleNamespace\nsmall = SimpleNamespace(n_embd=24, n_head=3)\n" + _BY_ATTRIBUTE,
         "small",
@@ -40,7 +50,8 @@ _FILES = {
 def test_what_the_file_has_for_a_config_is_used(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, name = _FILES[kind]
     (tmp_path / "model.py").write_text(f"from torch import nn\n{code}", encoding="utf-8")
-    assert run(["trace", f"{tmp_path / 'model.py'}:Attention"]) == 0
+    sizes = ["--embed-dim", "24", "--num-heads", "3"] if "without" in kind else []
+    assert run(["trace", f"{tmp_path / 'model.py'}:Attention", *sizes]) == 0
     page = capsys.readouterr().out
     assert "3 heads of 8" in page
     assert f"config is made of {name}" in page

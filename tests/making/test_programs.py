@@ -56,3 +56,13 @@ def test_a_missing_file_is_refused_before_torch_is_imported(
     monkeypatch.setitem(sys.modules, "torch", None)  # to import it would raise
     assert run(["trace", f"{tmp_path / 'nothing.py'}:Attention"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["net", "trained"])
+def test_a_program_that_trains_what_it_makes_is_imported(name: str, tmp_path: Path) -> None:
+    code = (
+        "import torch\ndef trained():\n    net = Attention(16, 2, batch_first=True)\n    x = torch.rand(2, 3, 16)\n"
+        "    net(x, x, x)[0].sum().backward()\n    return net\nnet = trained()\n"
+    )
+    (tmp_path / "program.py").write_text(f"{_LAYER}{code}", encoding="utf-8")
+    assert run(["trace", f"{tmp_path / 'program.py'}:{name}"]) == 0

@@ -129,7 +129,7 @@ class Guesses:
     """What was guessed of the inputs of a forward."""
 
     names: Collection[str] = ()
-    """Inputs whose shape was guessed."""
+    """Inputs whose shape was guessed, or that were left None."""
     width: int = 0
     """The width of them that was drawn because nothing in the module shows it; 0 if none was."""
 
@@ -150,6 +150,10 @@ def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
         what = f"The width {guesses.width} was chosen by mha-inspect: nothing in the module shows it."
         way = f"Give the width: --input-shape {drawn}=2x10x512 with its own sizes."
         return Cause(suspect.name, f"{suspect.explanation} {what}", way)
+    if suspect is not None and suspect.name == "argument_is_none" and facts.missing[0] in guesses.names:
+        name = facts.missing[0]
+        said = f"{name} was not given, so it is None, and this line uses it as a tensor."
+        return Cause("guessed_input", said, f"Give {name}: --input-shape {name}=SIZES:DTYPE, or --input FILE.")
     guessed = _guessed_operand(facts, suspect, guesses.names)
     if guessed is not None:
         name, operand = guessed
@@ -157,7 +161,10 @@ def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
         said = f"{name} was guessed to be {dtype} {text.shape(operand.shape)}, and this line takes another."
         if suspect is not None:
             said += f" With such an input: {suspect.explanation}"
-        return Cause("guessed_input", said, f"Give its shape: --input-shape {name}=SIZES:{dtype}.")
+        way = f"Give its shape: --input-shape {name}=SIZES:{dtype}."
+        if "ndarray" in facts.message:
+            way = f"Give an array: let a function return the module with its inputs, (module, ({name},))."
+        return Cause("guessed_input", said, way)
     if suspect is None:
         return None
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
