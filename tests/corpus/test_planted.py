@@ -43,6 +43,7 @@ def test_a_mistake_is_found(case: Case) -> None:
     found = {finding.check: finding.sure for finding in reversed(report.findings)}
     assert found.get(case.check) is not case.suspected
     assert case.check in found
+    assert case.says in " ".join(finding.sentence for finding in report.findings if finding.check == case.check)
 
 
 @pytest.mark.parametrize(
