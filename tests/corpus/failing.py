@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -295,6 +296,44 @@ attention(
     settings={"heads": 2, "head_dim": 32},
     fix=("head_dim 32", "64"),
 )
+
+
+class PositionsOfFeatures(nn.Module):
+    """Some projections are three times as wide as the view says: they have thrice as many positions."""
+
+    def __init__(self, wide: str, where: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 96 if name in wide else 32) for name in "qkv")
+        self.o, self.where = nn.Linear(32, 32), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(len(x), -1, 4, 8).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if self.where == "a kernel's mask":
+            return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        scores = q @ k.mT
+        if self.where == "a mask":
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], 32))
+
+
+for _wide, _where in (
+    ("v", "weights"),
+    ("qk", "values"),
+    ("k", "values"),
+    ("qk", "a mask"),
+    ("q", "a mask"),
+    ("qkv", "a kernel's mask"),
+):
+    add(
+        Failing(
+            f"positions of features of {_wide} beside {_where}",
+            partial(PositionsOfFeatures, _wide, _where),
+            lambda: (floats(2, 5, 32),),
+            cause="wrong_head_dim",
+            without_fix=True,
+        )
+    )
 
 
 @body(
