@@ -281,7 +281,9 @@ _T, _S, _L = floats(2, 9, 32), floats(2, 5, 32), floats(2, 16, 32)
 attention(
     "a mask of keys that were projected", "mask_size", _L, _L, bools(16, 16), settings={"low": 6}, without_fix=True
 )
-attention("a mask of the queries", "mask_size", _T, _S, bools(2, 1, 1, 9), fix=("mask of the 5 keys",))
+attention(
+    "a mask of the queries", "mask_size", _T, _S, bools(2, 1, 1, 9), fix=("mask of the 5 keys", "come from context")
+)
 attention("a longer mask", "mask_size", _T, _T, bools(16, 16), fix=("Cut the mask",))
 attention("a longer mask of keys", "mask_size", _T, _S, bools(2, 1, 1, 16), fix=("Cut the mask",))
 attention("a square mask of the queries", "mask_size", _T, _S, bools(9, 9), fix=("5 keys",))

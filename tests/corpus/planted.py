@@ -164,8 +164,6 @@ class Case:
     """Whether the one run of a trace shows it."""
     asked: bool = True
     """Whether the check has something to test in the twin, and passes."""
-    says: str = ""
-    """A name or a number that what is said has to have."""
 
     def make(self, wrong: bool) -> nn.Module:
         """Return the module with the mistake, or its twin."""
@@ -370,12 +368,7 @@ CASES = [
     _causal("CausalWithoutItself", wrong=masked(lambda s: future(s, 0), -1e9), twin=masked(future, -1e9)),
     _causal("CausalForgotten", wrong=fused(), twin=fused(is_causal=True)),
     # the triangle lies over the heads' axis and is broadcast over the queries
-    _causal(
-        "CausalAlongHeads",
-        wrong=masked(lambda s: future(s)[:H][None, :, None], -1e9),
-        twin=masked(future, -1e9),
-        says="the heads",
-    ),
+    _causal("CausalAlongHeads", wrong=masked(lambda s: future(s)[:H][None, :, None], -1e9), twin=masked(future, -1e9)),
     # a norm over the positions tells each of the later ones
     _causal(
         "NormOverPositions",
