@@ -709,3 +709,29 @@ def _(x: Tensor) -> Tensor:
 @body("a norm of another width", "", TOKENS, parts={"q": linear(32, 32), "q_norm": lambda: nn.RMSNorm(48)})
 def _(x: Tensor, q: nn.Module, q_norm: nn.Module) -> Any:
     return q_norm(q(x).unflatten(-1, (4, 8)))
+
+
+# -- heads that are not joined -----------------------------------------------------------------------------------------
+
+
+class NotJoined(nn.Module):
+    """Its output's projection is given the heads of the context as they are, in some order of axes."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (3, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        context = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        context = context.permute(self.order)
+        return self.o(context)
+
+
+for _name, _order, _facts in (
+    ("behind the tokens", (0, 2, 1, 3), {"fix": ("context.flatten(-2)",)}),
+    ("before the tokens", (0, 1, 2, 3), {"fix": ("context.transpose(1, 2).flatten(-2)",)}),
+    ("before the batch", (1, 0, 2, 3), {"without_fix": True}),
+):
+    add(Failing(f"heads {_name}", partial(NotJoined, _order), lambda: (X,), cause="heads_not_joined", **_facts))
