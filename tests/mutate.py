@@ -15,6 +15,7 @@ import ast
 import copy
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -225,6 +226,7 @@ def code_in(code: CodeType, function: tuple[int, str]) -> CodeType | None:
 def install(mutant: Mutant) -> bool:
     """Give the function of a mutant its changed code, wherever it was imported to; False if it is not there."""
     path = ROOT / mutant.file
+    importlib.import_module(".".join(Path(mutant.file).with_suffix("").parts))  # which a test may do later
     tree = changed(ast.parse(path.read_text(encoding="utf-8")), mutant)
     code = code_in(compile(tree, str(path), "exec", dont_inherit=True), mutant.function)
     if code is None:
