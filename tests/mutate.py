@@ -15,6 +15,8 @@ import ast
 import copy
 import gc
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import random
@@ -33,8 +35,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mha_inspect"
 ROOMS = ("record", "graph", "naming", "answers")
-KILLS = ("tests/corpus", "--deselect=tests/corpus/test_pages.py")
-"""The tests that count: the corpus with its properties, and not the snapshots, which hold words."""
+CORPUS = "tests/corpus"
+"""The tests that count: the corpus with its properties."""
+PAGES = "tests/corpus/test_pages.py"
+"""The snapshots, which hold words and do not count: whether one changes is said of a survivor."""
 LEAVING = {
     "record": "repeated_steps without_numbers",
     "graph": """axis dimensions find instances late layout layouts memory pairs part pieces reading rules scores softmax
@@ -53,8 +57,8 @@ WORDS = {"naming": "parameter_words", "answers": "head_sentences side_words", "a
 """Files that write sentences, which the snapshots hold."""
 SECONDS = 200
 """The time that the tests of one change may take: one that never ends is seen."""
-MOST = 300
-"""Of the tests that reach a line, how many are run."""
+MOST, MOST_SECONDS = 300, 50.0
+"""Of the tests that reach a line, how many are run, and how long they took when that was measured."""
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -192,7 +196,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 inside[node] = (first, function.name)
     for number, node in enumerate(ast.walk(tree)):
         for operator in operators_of(node) if node in inside and node not in of_text else ():
-            part: Any = node.test if operator == "negate" else node
+            part: Any = getattr(node, "test", node) if operator == "negate" else node
             lines = part.lineno, part.end_lineno
             yield Mutant(str(path.relative_to(ROOT)), number, operator, part.lineno, lines, inside[node])
 
@@ -222,6 +226,7 @@ def code_in(code: CodeType, function: tuple[int, str]) -> CodeType | None:
 def install(mutant: Mutant) -> bool:
     """Give the function of a mutant its changed code, wherever it was imported to; False if it is not there."""
     path = ROOT / mutant.file
+    importlib.import_module(".".join(Path(mutant.file).with_suffix("").parts))  # which a test may do later
     tree = changed(ast.parse(path.read_text(encoding="utf-8")), mutant)
     code = code_in(compile(tree, str(path), "exec", dont_inherit=True), mutant.function)
     if code is None:
@@ -238,8 +243,8 @@ def install(mutant: Mutant) -> bool:
 # -- runs of the tests -------------------------------------------------------------------------------------------------
 
 
-Map = dict[str, list[str]]
-"""A mutant to the tests that reach it, the quickest first."""
+Map = dict[str, dict[str, float]]
+"""A mutant to the tests that reach it with their seconds, the quickest first."""
 
 
 class Session:
@@ -341,11 +346,21 @@ def map_of(session: Session, mutants: list[Mutant], processes: int) -> Map:
             merged |= json.loads(file.read_text())
             file.unlink()
         kept.write_text(json.dumps(merged))
+    tests = json.loads(kept.read_text())
+    of_case: dict[str, list[str]] = {}
+    for test in sorted(tests, key=lambda test: tests[test][0]):
+        of_case.setdefault(case_of(test), []).append(test)
     by_mutant: Map = {}
-    for test, (_, reached) in sorted(json.loads(kept.read_text()).items(), key=lambda row: row[1][0]):
+    for test, (_, reached) in sorted(tests.items(), key=lambda row: row[1][0]):
         for mutant in reached:
-            by_mutant.setdefault(mutant, []).append(test)
+            by_mutant.setdefault(mutant, {}).update({other: tests[other][0] for other in of_case[case_of(test)]})
     return by_mutant
+
+
+def case_of(test: str) -> str:
+    """Return the case that a test asks about: its tests share one run, and the first alone reaches what it does."""
+    _, bracket, name = test.partition("[")
+    return name if bracket else test
 
 
 def silence() -> None:
@@ -353,7 +368,7 @@ def silence() -> None:
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
-def chosen(tests: list[str]) -> list[str]:
+def chosen(tests: dict[str, float]) -> list[str]:
     """Return the tests that are run for a change: the quickest of each test function, and then others in any order.
 
     The quick ones are much alike; a line that few modules reach is reached by some of the others.
@@ -366,7 +381,9 @@ def chosen(tests: list[str]) -> list[str]:
         firsts.append(group[0])
         others += group[1:]
     random.Random(len(tests)).shuffle(others)
-    return [*firsts, *others][:MOST]
+    result = [*firsts, *others][:MOST]
+    seconds = list(itertools.accumulate(tests[test] for test in result))
+    return [test for test, needed in zip(result, seconds, strict=True) if needed <= MOST_SECONDS or test in firsts]
 
 
 def survives(session: Session, mutant: Mutant, tests: list[str]) -> bool:
@@ -401,11 +418,15 @@ def mutate(session: Session, asked: argparse.Namespace) -> None:
         if not child:
             killed = 0
             for mutant in drawn[part :: asked.processes]:
-                tests = chosen(reached.get(str(mutant), []))
+                found = reached.get(str(mutant), {})
+                tests = chosen({test: found[test] for test in found if not test.startswith(PAGES)})
                 start, lives = time.perf_counter(), survives(session, mutant, tests)
                 killed += not lives
                 if lives or asked.all:
                     word = "SURVIVES" if lives else "killed"
+                    pages = chosen({test: found[test] for test in found if test.startswith(PAGES)})
+                    if lives and not survives(session, mutant, pages):
+                        word = "SURVIVES, and a page changes"
                     print(f"{word} ({len(tests)} tests, {time.perf_counter() - start:.0f} s) {mutant}", flush=True)
             os._exit(killed)
         started.append(child)
@@ -424,7 +445,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.chdir(ROOT)
     session = Session(lambda session: mutate(session, asked))
-    pytest.main([*KILLS, "-n0", "-q", "-s", "-p", "no:cacheprovider"], plugins=[session])
+    pytest.main([CORPUS, "-n0", "-q", "-s", "-p", "no:cacheprovider"], plugins=[session])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,7 +281,9 @@ _T, _S, _L = floats(2, 9, 32), floats(2, 5, 32), floats(2, 16, 32)
 attention(
     "a mask of keys that were projected", "mask_size", _L, _L, bools(16, 16), settings={"low": 6}, without_fix=True
 )
-attention("a mask of the queries", "mask_size", _T, _S, bools(2, 1, 1, 9), fix=("mask of the 5 keys",))
+attention(
+    "a mask of the queries", "mask_size", _T, _S, bools(2, 1, 1, 9), fix=("mask of the 5 keys", "come from context")
+)
 attention("a longer mask", "mask_size", _T, _T, bools(16, 16), fix=("Cut the mask",))
 attention("a longer mask of keys", "mask_size", _T, _S, bools(2, 1, 1, 16), fix=("Cut the mask",))
 attention("a square mask of the queries", "mask_size", _T, _S, bools(9, 9), fix=("5 keys",))
@@ -295,6 +298,44 @@ attention(
     settings={"heads": 2, "head_dim": 32},
     fix=("head_dim 32", "64"),
 )
+
+
+class PositionsOfFeatures(nn.Module):
+    """Some projections are three times as wide as the view says: they have thrice as many positions."""
+
+    def __init__(self, wide: str, where: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 96 if name in wide else 32) for name in "qkv")
+        self.o, self.where = nn.Linear(32, 32), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(len(x), -1, 4, 8).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if self.where == "a kernel's mask":
+            return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        scores = q @ k.mT
+        if self.where == "a mask":
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], 32))
+
+
+for _wide, _where in (
+    ("v", "weights"),
+    ("qk", "values"),
+    ("k", "values"),
+    ("qk", "a mask"),
+    ("q", "a mask"),
+    ("qkv", "a kernel's mask"),
+):
+    add(
+        Failing(
+            f"positions of features of {_wide} beside {_where}",
+            partial(PositionsOfFeatures, _wide, _where),
+            lambda: (floats(2, 5, 32),),
+            cause="wrong_head_dim",
+            without_fix=True,
+        )
+    )
 
 
 @body(
@@ -668,3 +709,29 @@ def _(x: Tensor) -> Tensor:
 @body("a norm of another width", "", TOKENS, parts={"q": linear(32, 32), "q_norm": lambda: nn.RMSNorm(48)})
 def _(x: Tensor, q: nn.Module, q_norm: nn.Module) -> Any:
     return q_norm(q(x).unflatten(-1, (4, 8)))
+
+
+# -- heads that are not joined -----------------------------------------------------------------------------------------
+
+
+class NotJoined(nn.Module):
+    """Its output's projection is given the heads of the context as they are, in some order of axes."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (3, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        context = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        context = context.permute(self.order)
+        return self.o(context)
+
+
+for _name, _order, _facts in (
+    ("behind the tokens", (0, 2, 1, 3), {"fix": ("context.flatten(-2)",)}),
+    ("before the tokens", (0, 1, 2, 3), {"fix": ("context.transpose(1, 2).flatten(-2)",)}),
+    ("before the batch", (1, 0, 2, 3), {"without_fix": True}),
+):
+    add(Failing(f"heads {_name}", partial(NotJoined, _order), lambda: (X,), cause="heads_not_joined", **_facts))

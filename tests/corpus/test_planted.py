@@ -37,12 +37,69 @@ def _reported(name: str, wrong: bool, declared: bool) -> CheckReport:
 WRONG = [case for case in CASES if case.wrong is not None]
 
 
+SAID = {
+    "SoftmaxOfSoftmax": "twice",
+    "MaskAfterSoftmax": "after the softmax",
+    "TrilWithoutSum": "after the softmax",
+    "MaskOfTheOtherSign": "1e+09",
+    "CausalWithoutItself": "itself",
+    "CausalForgotten": "future",
+    "CausalAlongHeads": "heads",
+    "NormOverPositions": "another operation",
+    "WindowOneWide": "5 positions",
+    "WindowOneNarrow": "all of its window of 4",
+    "PaddingTurnedRound": "inverted",
+    "PaddingOnQueries": "queries instead",
+    "PaddingInTheOtherOrder": "another item",
+    "GivenPaddingOfFirstRow": "another item",
+    "MaskBeforeCap": "undoes",
+    "PaddingAsBoolForFused": "inverted",
+    "MeanOfPadding": "another operation",
+    "PositionsOfPadding": "side of the padding",
+    "RotaryOfQueriesAlone": "the key is not",
+    "RotaryByHead": "on the head",
+    "LateWithPadding": "one diagonal too late",
+    "GapWithPadding": "all of its past",
+    "KeysFlipped": "different orders",
+    "ValuesFlipped": "different orders",
+    "SubtractedOnes": "subtracted",
+    "LoweredTooLittle": "finite",
+    "PaddingOnTheHeads": "aligned with the heads",
+    "PaddingOnQueriesOfFoldedHeads": "queries instead",
+    "ClassTokenWithoutPadding": "no effect",
+    "PooledOverAll": "no real query",
+    "PooledOverCount": "number of padding",
+    "InvertedForTorch": "padding_idx of embed",
+    "InvertedByHand": "padding_idx of embed",
+    "PaddingAddedAsOnes": "added",
+    "MaskForgotten": "no effect",
+    "SumCountsMaskedKeys": "other than the sum",
+    "OverQueriesAndKeys": "queries and keys",
+    "OverHeads": "heads or batch",
+    "OverQueries": "the queries instead",
+    "EveryKeyMaskedOneByOne": "every key",
+    "SlopesFromZero": "1, expected 2^(-8/4) = 0.25",
+    "SlopesFromTwo": "0.0625, expected 2^(-8/4) = 0.25",
+    "SlopesOfTheOtherSign": "raises",
+    "FrequenciesFromOne": "0.0464 a position, expected 1",
+    "TurnedByItem": "batch item",
+    "TurnedByItemAlone": "of position 0",
+    "TurnedByItemBesideHeads": "batch item",
+    "TurnedByHead": "on the head",
+    "TurnedByNothing": "of position 0",
+    "TurnedAsOnePosition": "same angles",
+}
+"""The axis, the number or the word that tells a mistake from the others that its check finds."""
+
+
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
 def test_a_mistake_is_found(case: Case) -> None:
     report = report_of(case, wrong=True)
     found = {finding.check: finding.sure for finding in reversed(report.findings)}
     assert found.get(case.check) is not case.suspected
     assert case.check in found
+    said = " ".join(finding.sentence for finding in report.findings if finding.check == case.check)
+    assert SAID.get(case.name, "") in said
 
 
 @pytest.mark.parametrize(
