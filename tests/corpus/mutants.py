@@ -17,7 +17,7 @@ MUTANTS: list[tuple[str, str, str, str, str, str]] = [
     ("KeepMask", "not_renorm", "            scores = scores.masked_fill(~mask[:, None, None, :], -1e9)\n        p = scores.softmax(dim=-1)", "            pass\n        p = scores.softmax(dim=-1) * mask[:, None, None, :]", "softmax", "softmax"),
     ("KeepMask", "flip", "~mask[:, None, None, :]", "~mask.flip(1)[:, None, None, :]", "padding", ""),
     ("KeepMask", "merge23", "torch.matmul(p, v).transpose(1, 2)", "torch.matmul(p, v).transpose(2, 3)", "heads", "heads"),
-    ("KeepMask", "batchfold", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(n, b, self.h, self.d_k).permute(1, 2, 0, 3)", "padding", ""),
+    ("KeepMask", "batchfold", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(n, b, self.h, self.d_k).permute(1, 2, 0, 3)", "batch", "batch"),
     ("KeepMask", "cumulative_len", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] > mask.sum(1, keepdim=True))[:, None, None, :]", "padding", ""),
     ("Fairseq", "mask_order", 'attn_weights = attn_weights.masked_fill(key_padding_mask.unsqueeze(1).unsqueeze(2), float("-inf"))', "attn_weights = attn_weights.view(bsz * self.num_heads, tgt_len, src_len).masked_fill(key_padding_mask.repeat(self.num_heads, 1)[:, None], float('-inf'))", "padding", "padding"),
     ("Fairseq", "view_direct", "k = k.contiguous().view(-1, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "k = k.contiguous().view(bsz * self.num_heads, -1, self.head_dim)", "heads", "heads"),
