@@ -291,8 +291,8 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
     num_heads = run.attentions[0][1].num_heads
     if num_heads != run.num_heads:
         raise SpecError(
-            f"{run.label} was built with num_heads {run.num_heads}, but its attention has {num_heads} heads: another "
-            "argument decides it. `mha-inspect trace` shows its sizes."
+            f"{run.label} was built with num_heads {run.num_heads}, but its attention has "
+            f"{plural(num_heads, 'head')}. `mha-inspect trace` shows its sizes."
         )
 
 

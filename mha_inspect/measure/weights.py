@@ -214,6 +214,8 @@ def _fitted(part: str, numbers: Tensor, source: Weights, destination: Weights) -
     is_shared = may_be_shared and (_shares_keys(source) or _shares_keys(destination))
     if has_same_size and not is_shared:
         return numbers.reshape(projection.shape)
+    if has_same_size:
+        return NotCopied(part, "its key/value heads are shared by other query heads")
     return NotCopied(part, f"{[*source_size]} becomes {[*destination_size]}", sizes)
 
 

@@ -202,3 +202,24 @@ def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
     report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
     assert report.outcome == "differs"
     assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")
+
+
+class OneKeyHead(torch.nn.Module):
+    """Heads of a fixed size share one key and value head."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.heads = num_heads
+        self.q = torch.nn.Linear(DIM, 4 * num_heads)
+        self.kv = torch.nn.Linear(DIM, 8)
+
+    def forward(self, x):
+        queries = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        keys, values = self.kv(x)[:, None].chunk(2, -1)
+        return ((queries @ keys.mT / 2).softmax(-1) @ values).sum(1)
+
+
+def test_no_weight_is_said_to_become_what_it_is(x):
+    changes = " ".join(str(mha_inspect.compare_heads((1, 2), OneKeyHead, x)).split())
+    assert "W_q [4, " in changes
+    assert f"[4, {DIM}] becomes [4, {DIM}]" not in changes
