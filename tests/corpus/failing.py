@@ -40,6 +40,8 @@ class Failing:
     """Names and numbers that the words for the clash have to have."""
     operands: tuple[str, ...] = ()
     """Names of the failing call's operands, as the user's line has them; empty if not asked."""
+    completed: tuple[str, ...] = ()
+    """The stages of its attention that were computed; empty if not asked."""
 
 
 FAILING: dict[str, Failing] = {}
@@ -735,3 +737,34 @@ for _name, _order, _facts in (
     ("before the batch", (1, 0, 2, 3), {"without_fix": True}),
 ):
     add(Failing(f"heads {_name}", partial(NotJoined, _order), lambda: (X,), cause="heads_not_joined", **_facts))
+
+
+# -- behind an attention whose output is not projected yet -------------------------------------------------------------
+
+
+class SecondFails(nn.Module):
+    """Two attentions whose contexts are projected together: the second does not transpose its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.o = nn.ModuleList(nn.Linear(24, 24) for _ in range(6)), nn.Linear(48, 24)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        parts = zip(self.layers, [x, x, x, x, memory, memory], strict=True)
+        q, k, v, q_2, k_2, v_2 = (layer(y).unflatten(-1, (3, 8)).transpose(1, 2) for layer, y in parts)
+        first = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        second = (q_2 @ k_2 / 8**0.5).softmax(-1) @ v_2
+        return self.o(torch.cat([first, second], -1).transpose(1, 2).flatten(-2))
+
+
+add(
+    Failing(
+        "the second of two attentions",
+        SecondFails,
+        lambda: (X, MEMORY),
+        cause="key_not_transposed",
+        fix=("k_2.transpose(-2, -1)",),
+        operands=("q_2", "k_2"),
+        completed=("query", "key", "q_heads", "k_heads"),
+    )
+)

@@ -22,6 +22,8 @@ def test_check_accuses_nobody_who_is_right(name: str) -> None:
         args, kwargs = entry.arguments()
         report = mha_inspect.check(entry.made(), *args, intent=intent, **kwargs)
         assert {finding.check for finding in report.findings if finding.sure} <= entry.findings
+        over = [fact.sentence for fact in report.facts if fact.name == "attended over"]
+        assert ["queries" in sentence for sentence in over] == [True for of in entry.attentions if of.over == "query"]
 
 
 @pytest.mark.parametrize("name", [name for name in EVALUATED if ENTRIES[name].twin and name not in NOT_YET])

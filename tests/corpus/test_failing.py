@@ -59,6 +59,9 @@ def test_the_cause_is_named(name: str) -> None:
     assert [part for part in case.clash if part not in failure.clash] == []
     if case.operands:
         assert tuple(operand.name for operand in failure.operands) == case.operands
+    if case.completed:
+        assert {*case.completed} <= {stage.name for stage in failure.completed}
+        assert "weights" not in {stage.name for stage in failure.completed} - {*case.completed}
 
 
 @pytest.mark.parametrize("name", [name for name, case in FAILING.items() if case.cause or case.without_fix])

@@ -102,6 +102,13 @@ def test_a_mistake_is_found(case: Case) -> None:
     assert SAID.get(case.name, "") in said
 
 
+@pytest.mark.parametrize("name", ["NeverTransposed", "NeverTransposedFused"])
+def test_what_attends_within_a_token_is_said_to(name: str) -> None:
+    over = [fact.sentence for fact in report_of(BY_NAME[name], wrong=True).facts if fact.name == "attended over"]
+    assert len(over) == 1
+    assert over[0].startswith("the heads of one token")
+
+
 @pytest.mark.parametrize(
     "case", [case for case in WRONG if case.alone and not case.suspected][::2], ids=lambda case: case.name
 )
