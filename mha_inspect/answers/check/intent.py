@@ -23,7 +23,7 @@ CHECKS = {
     "rotary": "queries and keys are rotated by the same rule",
     "batch": "changing one batch item does not affect the others",
     "mixing": "changing a token changes outputs of other tokens",
-    "parameters": "every projection is used once and gets a gradient",
+    "parameters": "no projection was found to be unused or without a gradient",
     "repeat": "two runs in eval mode give the same output",
     "training": "with dropout off, train and eval give the same output",
     "causal": "each position sees itself and its past, and no future position",
