@@ -221,10 +221,8 @@ class Plan:
             # Both values in every row: never fully masked, whichever value means masked.
             row = torch.arange(shape[-1]) % 2 == 0
             return row.expand(shape).clone()
-        if self.kind == "rotation" and len(shape) == 2:
-            return _rotation(*shape)
         if dtype.is_complex:
-            return torch.randn(shape, generator=generator, dtype=torch.complex64, device="cpu")
+            return _rotation(shape)
         if dtype.is_floating_point:
             return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         ids = torch.randint(0, max(self.below, 1), shape, generator=generator)
@@ -249,11 +247,20 @@ class Plan:
         return f"torch.randn{shape}"
 
 
-def _rotation(length: int, pairs: int) -> Tensor:
-    """Return rotary positions as complex numbers, `query pair`: position · 10000^(-pair / pairs) is the angle."""
+def _rotation(shape: tuple[int, ...]) -> Tensor:
+    """Return rotary positions as complex numbers, `… query … pair`: position · 10000^(-pair / pairs) is the angle.
+
+    Positions are along the largest dimension before the last. Complex inputs of attention are rotations: other numbers
+    would change the lengths of queries and keys.
+    """
+    *outer, pairs = shape
+    sizes = [1] * len(outer)
+    length = max(outer, default=1)
+    if outer:
+        sizes[outer.index(length)] = length
     rates = 10_000.0 ** -(torch.arange(pairs) / pairs)
-    angles = torch.outer(torch.arange(length), rates)
-    return torch.polar(torch.ones_like(angles), angles)
+    angles = torch.arange(length).reshape(*sizes, 1) * rates
+    return torch.polar(torch.ones(shape), angles.expand(shape).clone())
 
 
 class TargetFailedError(MhaInspectError):

@@ -98,3 +98,35 @@ def test_height_and_width_of_a_sequence_are_numbers(tmp_path: Path, capsys: pyte
     file.write_text(f"{_HEAD}\n    def forward(self, x, H, W):\n        return self.attend(x)\n", encoding="utf-8")
     assert run(["trace", str(file)]) == 2
     assert "--set H=VALUE --set W=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["12x12", "1x12x1x12"])
+def test_complex_inputs_of_a_given_shape_are_rotations(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = (
+        "def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.q, self.k, self.v = (torch.nn.Linear(24, 24) for _ in range(3))\n"
+        "    def forward(self, x, phases):\n"
+        "        q, k, v = (p(x).unflatten(-1, (1, -1)) for p in (self.q, self.k, self.v))\n"
+        "        phases = phases.reshape(x.shape[1], 1, -1)\n"
+        "        q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * phases).flatten(3)\n"
+        "                for t in (q, k))\n"
+        "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+        "        return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)"
+    )
+    file = tmp_path / "attention.py"
+    file.write_text(f"{_HEAD}\n    {forward}\n", encoding="utf-8")
+    assert run(["trace", str(file), "--input-shape", f"phases={shape}:complex64"]) == 0
+    page = capsys.readouterr().out
+    assert "\nattention: " in page
+    assert "positions" not in page.partition("\n")[0]
+
+
+def test_a_name_that_the_module_lacks_is_no_fault_of_a_guess(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, page = traced(tmp_path, "def forward(self, x):\n        return self.attend(self.absent(x))", capsys)
+    assert code == 1
+    assert "guessed" not in page.partition("\n")[0]

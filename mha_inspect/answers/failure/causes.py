@@ -124,6 +124,10 @@ _OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not
 """Causes that a width of the inputs may have."""
 
 
+_OF_SHAPES = ("RuntimeError", "ValueError", "IndexError", "AssertionError", "EinopsError")
+"""Errors that a shape or a dtype may raise: a name that a module lacks is no fault of its inputs."""
+
+
 @dataclass(frozen=True)
 class Guesses:
     """What was guessed of the inputs of a forward."""
@@ -184,6 +188,8 @@ def _guessed_operand(facts: Facts, suspect: Suspect | None, guessed: Collection[
     None if there is none, or several: two inputs that were guessed alike clash by what the module does. None also if
     what must change is another operand.
     """
+    if suspect is None and not _may_be_of_input(facts):
+        return None
     inputs = {named.tensor.id: named.name for named in facts.reached.graph.recording.inputs if named.name in guessed}
     found: list[tuple[str, Operand]] = []
     for operand in facts.operands:
@@ -196,6 +202,13 @@ def _guessed_operand(facts: Facts, suspect: Suspect | None, guessed: Collection[
     if any(operand is not found[0][1] for operand in edited):
         return None
     return found[0]
+
+
+def _may_be_of_input(facts: Facts) -> bool:
+    """Return whether an error without a cause may be about an input: its shape, its dtype, or that it is a tensor."""
+    if facts.error in _OF_SHAPES:
+        return True
+    return facts.error == "TypeError" and "Tensor" in facts.message
 
 
 def _input_behind(facts: Facts, operand: Operand, inputs: Mapping[int, str]) -> str:
