@@ -299,22 +299,26 @@ def _pass_flags(parameters: Mapping[str, Parameter], bound: Arguments, flags: Fl
 def _pass_config(
     function: Callable[..., Any], parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
 ) -> None:
-    """Pass a dataclass that the signature names, made of --set and flags; an optional one if --set names a field.
-
-    Where the signature says nothing, the file may have what the function reads of the argument.
-    """
+    """Pass a config: a dataclass that the signature names, or what the file has for an argument that says nothing."""
     name, kind = parameter.name, parameter.annotation
     if kind is Parameter.empty and _is_required(parameter):
-        found = config_for(function, name, namespace)
-        if found is None:
+        config = config_for(function, name, namespace)
+        if config is None:
             return
-        bound.notes.append(f"{name} is made of {found.name}, which has all that is read of it.")
-        if not isinstance(found.value, type):
-            bound.values[name] = _with_options(found.value, name, bound, flags)
+        bound.notes.append(f"{name} is made of {config.name}, which has all that is read of it.")
+        if not isinstance(config.value, type):
+            bound.values[name] = _with_options(config.value, name, bound, flags)
             return
-        kind = found.value
-    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
-        return
+        kind = config.value
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        _pass_dataclass(kind, parameter, bound, flags, namespace)
+
+
+def _pass_dataclass(
+    kind: type[Any], parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
+) -> None:
+    """Pass a dataclass that is made of --set and flags; an optional one only if --set names a field of it."""
+    name = parameter.name
     prefix = f"{name}."
     dotted: dict[str, str] = {}
     plain: dict[str, str] = {}
