@@ -462,8 +462,6 @@ def _notes_on_mixed_heads(attention: Attention) -> Iterator[str]:
 
 def _along(attention: Attention, names: AxisNames) -> str:
     """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
-    if attention.cut_place is not None:
-        return " and ".join(dims_of(names.of_stage("weights"))[attention.cut_place])
     shapes = [turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1])]
     for words, *sizes in zip(dims_of(names.of_stage("scores")), *shapes, strict=True):
         if len(set(sizes)) > 1:

@@ -41,7 +41,6 @@ from .dimensions import Axis, Dimensions, wide
 from .ids import any_in, ids_of
 from .part import Part, parts_behind, whole
 from .products import Product, product_of
-from .softmax import Softmax, softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up. Every attention is shorter."""
@@ -364,16 +363,6 @@ class Graph:
             return True
         return not op.does("scales", "fills", "copies", "masks", "guards", "draws")
 
-    @cached_property
-    def softmaxes(self) -> dict[int, Softmax]:
-        """Index of the operation that gives the weights (or exponentials that are divided later) to its softmax."""
-        softmaxes: dict[int, Softmax] = {}
-        for op in self.recording.ops:
-            softmax = softmax_of(self.recording, op)
-            if softmax is not None:
-                softmaxes[softmax.op.index] = softmax
-        return softmaxes
-
     def moves(self, op: Op) -> bool:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
         return moves(op)
@@ -390,7 +379,7 @@ class Graph:
 
     def passes_on(self, op: Op) -> bool:
         """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""
-        if op.index in self.softmaxes:
+        if op.does("softmax"):
             return False
         return op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
 

@@ -13,8 +13,8 @@ from .attention import Attention, features_place
 from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
 from .ids import ids_of
+from .mixing import mixing_of
 from .part import may_overlap
-from .scores import mixing_of
 
 Origin = tuple[int, int, int]
 _LONGEST = 20

@@ -458,6 +458,57 @@ class Response:
         apart = _centred(rest, by_row.rows, seen)[seen]
         return bool(apart.numel()) and _largest(apart) > _LOGITS
 
+    def is_guard(self, place: int, softmaxed: Softmaxed) -> bool:
+        """Return whether a cut is scores less the largest of each softmax, or less the logarithm of their sum.
+
+        Either keeps exponentials from overflowing, whatever the scores are.
+        """
+        by_row = self._with_rows(place, softmaxed)
+        if by_row is None:
+            return False
+        is_score = by_row.rows >= 0
+        rows = by_row.rows[is_score]
+        count = int(rows.max()) + 1
+        start = torch.full((count,), -torch.inf, dtype=torch.float64)
+        largest, sums = [], []
+        for numbers in by_row.values.both:
+            given = numbers[is_score].nan_to_num(-torch.inf)
+            largest.append(start.scatter_reduce(0, rows, given, "amax"))
+            sums.append(torch.zeros_like(start).index_add(0, rows, given.exp()).log())
+        return all(map(_is_nothing, largest)) or all(map(_is_nothing, sums))
+
+    def is_of_query(self, weights: Softmaxed) -> bool:
+        """Return whether weights depend on scores of their own query alone: of every second one the others change."""
+        rows = self.rows(weights)
+        given = self.answers(0)
+        before = self.answers(weights.cut)
+        if rows is None or given is None or before is None:
+            return False
+        others = rows % 2 == 1
+        changed = torch.where(others, given.second, given.first)
+        scores = self.cuts[0].tensor
+        answer = self._replay.run({scores.id: changed.view(self.scores.shape)})
+        tensor = self.cuts[weights.cut].tensor
+        after = self._by_score(tensor, answer[tensor.id])
+        if after is None:
+            return False
+        own = (rows >= 0) & ~others
+        return torch.allclose(after[own], before.first[own], rtol=1e-9, atol=1e-12, equal_nan=True)
+
+    def is_linear(self, weights: Softmaxed) -> bool:
+        """Return whether weights of the mean of both drawn scores are the mean of both weights."""
+        given = self.answers(0)
+        both = self.answers(weights.cut)
+        if given is None or both is None:
+            return False
+        scores = self.cuts[0].tensor
+        middle = (given.first + given.second) / 2
+        answer = self._replay.run({scores.id: middle.view(self.scores.shape)})
+        tensor = self.cuts[weights.cut].tensor
+        between = self._by_score(tensor, answer[tensor.id])
+        mean = (both.first + both.second) / 2
+        return between is not None and torch.allclose(between, mean, rtol=1e-7, atol=1e-9, equal_nan=True)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, place: int, softmaxed: Softmaxed) -> Step:
@@ -657,6 +708,12 @@ class _Change:
         if not bool(first.isfinite().all() and second.isfinite().all()):
             return None
         return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None
+
+
+def _is_nothing(numbers: Tensor) -> bool:
+    """Return whether numbers are zero, where they are finite, and some are."""
+    finite = numbers[numbers.isfinite()]
+    return bool(finite.numel()) and _largest(finite) <= _CLOSE
 
 
 def _small(scores: TensorRef) -> list[Tensor]:

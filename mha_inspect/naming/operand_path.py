@@ -127,9 +127,9 @@ class _Forward:
         if numbers:
             return cls(tuple(numbers), -1)
         start = -1
-        for softmax in graph.softmaxes.values():
-            if softmax.op.index < projection.index:
-                start = max(start, softmax.op.index)
+        for op in graph.recording.ops[: projection.index]:
+            if op.does("softmax"):
+                start = op.index
         return cls((), start)
 
     def has(self, op: Op) -> bool:

@@ -16,9 +16,7 @@ from torch import nn
 from ..graph.attention import Attention
 from ..graph.dataflow import moves
 from ..graph.instances import UnlikeError
-from ..graph.products import Joint
 from ..graph.projections import reduction_of
-from ..graph.scores import further_term
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
@@ -277,7 +275,6 @@ def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
         yield _Source("sinks", "", _weights_read(run, [attention.sinks]))
     heads = (stages["q_heads"], stages["k_heads"])
     yield _Source("in scores", "", [softmax.inputs[0]], _is_after(run, heads))
-    yield _Source("in scores", "", _weights_read(run, _projections_of_terms(run, attention)))
     product = attention.value_product
     weights = product.right if attention.value_first else product.left
     yield _Source("in weights", "", [weights], _is_after(run, [softmax.output]))
@@ -291,21 +288,6 @@ def _weights_read(run: NamedRun, ops: Iterable[Op]) -> list[TensorRef]:
             if run.graph.is_weight(tensor):
                 weights.append(tensor)
     return weights
-
-
-def _projections_of_terms(run: NamedRun, attention: Attention) -> Iterator[Op]:
-    """Yield the projections of the further terms that additive scores have beside queries and keys."""
-    graph, product = run.graph, attention.score_product
-    if not isinstance(product, Joint):
-        return
-    for between in product.between:
-        term = further_term(graph, product, between)
-        if term is None:
-            continue
-        for step in graph.back(term, lambda op: not graph.is_projection(op)):
-            op = run.recording.producer(step.tensor)
-            if op is not None and graph.is_projection(op):
-                yield op
 
 
 def _is_after(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:

@@ -15,7 +15,7 @@ from ..graph.dataflow import Graph, made_of
 from ..graph.gates import gates_of
 from ..graph.products import Joint
 from ..graph.projections import reduction_of
-from ..graph.values import power_of
+from ..graph.unlike import power_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory, QKNorm
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
