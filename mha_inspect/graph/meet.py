@@ -133,8 +133,11 @@ class Meetings:
             if len(ops) <= _FAR and _mixes_heads_alone(graph, product, ops, over):
                 is_of_inputs = graph.comes_from_inputs(product.left, product.right)
                 is_unlikely = not is_of_inputs or any(op.does("gathers") for op in ops)
-                nearest.append(_Scores(is_unlikely, -_features(graph, product), product.op.index, product))
-        nearest.sort(key=lambda scores: scores[:3])
+                has_keys = not over.isdisjoint(_compared(graph, product))
+                nearest.append(
+                    _Scores(is_unlikely, not has_keys, -_features(graph, product), product.op.index, product)
+                )
+        nearest.sort(key=lambda scores: scores[:4])
         return [scores.product for scores in nearest]
 
     def _of_learned_queries(self, values: ProductPath, over: frozenset[Axis]) -> list[Product]:
@@ -207,6 +210,8 @@ class _Scores(NamedTuple):
 
     is_unlikely: bool
     """Whether it is not of two inputs, or is gathered on the way."""
+    lacks_keys: bool
+    """Whether the axis that the values are summed along is none of its own."""
     features: int
     """How many products are summed for each score, with a minus: many come first."""
     place: int
@@ -219,11 +224,17 @@ def _may_be_scores(graph: Graph, scores: Product, over: frozenset[Axis]) -> bool
     if not any(map(graph.comes_from_inputs, (scores.left, scores.right))):
         return False
     axes = scores.axes(graph.dimensions)
-    compared = {*axes.rows, *axes.columns}
+    compared = _compared(graph, scores)
     summed = {*axes.left_inner, *axes.right_inner}
     if over.isdisjoint(compared | summed | set(axes.batch)):
         return True  # the axis was lost on the way, e.g. in a sort: only a measurement can say
     return not over.isdisjoint(compared) and over.isdisjoint(summed - compared)
+
+
+def _compared(graph: Graph, scores: Product) -> set[Axis]:
+    """Return the axes of the positions that a product compares."""
+    axes = scores.axes(graph.dimensions)
+    return {*axes.rows, *axes.columns}
 
 
 def _features(graph: Graph, scores: Product) -> int:

@@ -126,14 +126,8 @@ def read(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None
     """Return the attention of two products; None if nothing between them sums to one, or it cannot be run again."""
     try:
         with measuring():
-            response = Response(graph, meeting.scores.op.output, meeting.values.tensor, constants)
-            weights = _weights(response)
-            slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
-            if slope is not None and slope.number is not None and abs(slope.number) > _STEEP:
-                # A score that is multiplied by thousands is no mask.
-                size = 1 / abs(slope.number)
-                response = Response(graph, meeting.scores.op.output, meeting.values.tensor, constants, size)
-            reading = _read(graph, meeting, response)
+            response = _measured(graph, meeting, constants)
+            reading = None if response is None else _read(graph, meeting, response)
             if reading is None or not _needs_both(graph, meeting.scores, reading.softmax.op.output, constants):
                 return None
             return reading
@@ -141,12 +135,36 @@ def read(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None
         return None
 
 
+def _measured(graph: Graph, meeting: Meeting, constants: Constants) -> Response | None:
+    """Return the response of weights to scores; None if nothing between them sums to one.
+
+    Weights that are changed by the scores once more, e.g. `scores.softmax(-1) * (scores > 0)`, end where they are one.
+    """
+    scores, target = meeting.scores.op.output, meeting.values.tensor
+    response = Response(graph, scores, target, constants)
+    if not response.softmaxed:
+        inner = response.first_of_sum_one()
+        if inner is None:
+            return None
+        target = inner
+        response = Response(graph, scores, target, constants)
+    weights = _weights(response)
+    slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
+    if slope is not None and slope.number is not None and abs(slope.number) > _STEEP:
+        # A score that is multiplied by thousands is no mask.
+        size = 1 / abs(slope.number)
+        response = Response(graph, scores, target, constants, size)
+    return response
+
+
 def read_weighing(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None:
     """Return the attention of two products whose weights are no softmax; None if they are no function of the scores.
 
     Each weight depends on scores of its own query. Weights that are linear in the scores are linear attention: its
-    products can be reordered, so it has no weights.
+    products can be reordered, so it has no weights. Values that are made of the scores are no values of theirs.
     """
+    if graph.leads_to(meeting.scores.op.output, meeting.values.values):
+        return None
     try:
         with measuring():
             response = Response(graph, meeting.scores.op.output, meeting.values.tensor, constants)
@@ -154,10 +172,10 @@ def read_weighing(graph: Graph, meeting: Meeting, constants: Constants) -> Readi
             if weights is None or not response.is_of_query(weights) or response.is_linear(weights):
                 return None
             masked = _before_bend(response, weights)
-            exponent = response.exponent(masked, weights)
-            if exponent:
+            reading = None
+            if response.exponent(masked, weights):
                 reading = _read_late(graph, meeting, response, masked, weights)
-            else:
+            if reading is None:
                 reading = _read_by_element(graph, meeting, response, masked, weights)
             if reading is None or not _needs_both(graph, meeting.scores, meeting.values.tensor, constants):
                 return None
@@ -174,7 +192,7 @@ def _needs_both(graph: Graph, scores: Product, weights: TensorRef, constants: Co
     """
     if not isinstance(scores, Joint):
         return True
-    factors = scores.left, scores.right
+    factors = graph.before_moves(scores.left), graph.before_moves(scores.right)
     if factors[0].id == factors[1].id:
         return False
     replay = Replay(graph, region(graph, factors, weights), constants)
@@ -201,8 +219,6 @@ def _read(graph: Graph, meeting: Meeting, response: Response) -> Reading | None:
     if softmax.masked.shape != softmax.op.output.shape:
         return None
     scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
-    if scoring.sinks is not None and _has_other_scores(graph, meeting, scoring.sinks):
-        return None
     seen = None if exponentials.is_softmax or response.unknown else response.seen(weights)
     hides_keys = seen is not None and not bool(seen.all())
     if hides_keys and not softmax.masks and not scoring.masks:
@@ -211,7 +227,7 @@ def _read(graph: Graph, meeting: Meeting, response: Response) -> Reading | None:
     return Reading(
         softmax=softmax,
         scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
-        values=meeting.values._replace(path=_path_after(response, weights)),
+        values=meeting.values._replace(path=_path_to_values(graph, meeting, response, weights)),
         scoring=scoring,
         factor=_factor(meeting, scoring, None if slope is None else slope.number),
         seen=seen,
@@ -294,11 +310,7 @@ def _read_by_element(
     graph: Graph, meeting: Meeting, response: Response, masked: int, weights: Softmaxed
 ) -> Reading | None:
     """Return an attention whose weights are functions of each score, and of sums of a query's: `sigmoid(scores)`."""
-    weighing: list[Op] = []
-    for cut in response.cuts[masked + 1 : weights.cut + 1]:
-        for op in cut.ops:
-            if op is cut.op or op.output.shape == cut.tensor.shape:
-                weighing.append(op)
+    weighing = _way(graph, response.cuts[masked].tensor, response.cuts[weights.cut].tensor)
     bent = _first_bend(response, masked, weights)
     masks = []
     for place in range(bent + 1, weights.cut + 1):
@@ -308,16 +320,24 @@ def _read_by_element(
     scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
     (dim,) = weights.places
     tensor = response.cuts[masked].tensor
-    if len(tensor.shape) != len(weighing[-1].output.shape):
+    if not weighing or len(tensor.shape) != len(weighing[-1].output.shape):
         return None
     return Reading(
-        softmax=Softmax(weighing[-1], tensor, dim, tuple(masks), ops=tuple(weighing)),
+        softmax=Softmax(weighing[-1], tensor, dim, tuple(masks), ops=weighing),
         scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
         values=meeting.values._replace(path=_path_after(response, weights)),
         scoring=scoring,
         factor=multiply((scoring.scale, scoring.late_scale)),
         seen=None,
     )
+
+
+def _way(graph: Graph, start: TensorRef, end: TensorRef) -> tuple[Op, ...]:
+    """Return the operations on the shortest way between two tensors."""
+    for step in graph.back(end, lambda op: bool(op.inputs)):
+        if step.tensor.id == start.id:
+            return step.path[::-1]
+    return ()
 
 
 def _applies_mask(op: Op) -> bool:
@@ -457,6 +477,15 @@ def _hiding(response: Response, weights: Softmaxed) -> Op:
     return cut.op
 
 
+def _path_to_values(graph: Graph, meeting: Meeting, response: Response, weights: Softmaxed) -> tuple[Op, ...]:
+    """Return the operations from the weights to the product with the values."""
+    measured = response.part.target
+    if measured.id == meeting.values.tensor.id:
+        return _path_after(response, weights)
+    further = region(graph, (measured,), meeting.values.tensor).ops
+    return tuple(op for op in further if op.output.numel == meeting.values.tensor.numel)
+
+
 def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
     """Return the operations from the weights to the product with the values, without sums on the way."""
     path = []
@@ -476,25 +505,6 @@ def _factor(meeting: Meeting, scoring: Scoring, slope: float | None) -> float | 
         return of_steps
     slope *= _alpha(meeting)
     return of_steps if of_steps is not None and isclose(of_steps, slope, rel_tol=1e-6) else float(f"{slope:.6g}")
-
-
-def _has_other_scores(graph: Graph, meeting: Meeting, joins: Op) -> bool:
-    """Return whether the scores are joined with those of another product, and not with sinks."""
-    for tensor in joins.inputs:
-        products = _products_behind(graph, tensor)
-        if products and meeting.scores.op.index not in products:
-            return True
-    return False
-
-
-def _products_behind(graph: Graph, tensor: TensorRef) -> set[int]:
-    """Return the indices of the products that scores are passed on from."""
-    products = set()
-    for step in graph.back(tensor, graph.passes_on):
-        op = graph.producer(step.tensor)
-        if op is not None and graph.product(op) is not None:
-            products.add(op.index)
-    return products
 
 
 def _alpha(meeting: Meeting) -> float:

@@ -135,6 +135,10 @@ def cuts_of(graph: Graph, part: Region) -> list[Cut]:
     since: list[Op] = []
     alive = {source.id}
     for place, op in enumerate(part.ops):
+        if since and op.does("softmax"):
+            # Other views of the same memory may be read later too, where a part of the scores was written over.
+            cuts.append(Cut(op.inputs[0], tuple(since)))
+            since = []
         since.append(op)
         alive.update(output.id for output in op.outputs if output.id in on_the_way)
         alive = {number for number in alive if read_last.get(number, -1) > place}
@@ -271,6 +275,15 @@ class Response:
             if places:
                 summed.append(Softmaxed(place, places))
         return summed
+
+    def first_of_sum_one(self) -> TensorRef | None:
+        """Return the first tensor between scores and target that sums to one; None if none does."""
+        for op in self.part.ops:
+            for output in op.outputs:
+                is_number = output.dtype.startswith(("float", "bfloat"))
+                if is_number and self._sums_to_one(output):
+                    return output
+        return None
 
     def _sums_to_one(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the dimensions along which the numbers of a tensor sum to one in both answers; empty if none do."""
