@@ -10,8 +10,8 @@ A walk back from the input of a softmax follows the axis of the heads to the pro
 >>> with recorder:
 ...     weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
 >>> graph = Graph(recorder.finish(weights))
->>> (softmax,) = graph.softmaxes.values()
->>> for step in graph.back(softmax.masked, graph.passes_on):
+>>> (softmax,) = [op for op in graph.recording.ops if op.does("softmax")]
+>>> for step in graph.back(softmax.inputs[0], graph.passes_on):
 ...     op, dims = graph.recording.producer(step.tensor), graph.dimensions.of(step.tensor)
 ...     print(op.base_name, op.output.shape, [[atom.size for atom in dim] for dim in dims])
 div (2, 3, 5, 7) [[2], [3], [5], [7]]
@@ -109,6 +109,11 @@ class Graph:
         outside -= recording.scalars.keys()
         for named in (*recording.parameters, *recording.buffers):
             outside.discard(named.tensor.id)
+        if not outside:
+            # A recorded script may draw what it computes with.
+            for op in recording.ops:
+                if op.does("draws") and not op.inputs:
+                    outside.update(ids_of(op.outputs))
         return made_of(outside, recording.ops) | recording.input_ids
 
     @cached_property

@@ -173,9 +173,11 @@ def read_weighing(graph: Graph, meeting: Meeting, constants: Constants) -> Readi
                 return None
             masked = _before_bend(response, weights)
             reading = None
-            if response.exponent(masked, weights):
+            exponent = response.exponent(masked, weights)
+            if exponent:
                 reading = _read_late(graph, meeting, response, masked, weights)
-            if reading is None:
+            is_divided_unseen = bool(exponent) and response.are_exponentials(masked, weights, exponent or 0.0)
+            if reading is None and not is_divided_unseen:
                 reading = _read_by_element(graph, meeting, response, masked, weights)
             if reading is None or not _needs_both(graph, meeting.scores, meeting.values.tensor, constants):
                 return None
@@ -773,6 +775,8 @@ class _Steps:
             self._scores = self._moved(ops)
         is_scaled = factor is None or not isclose(factor, 1, rel_tol=1e-6)
         if effect == "times":
+            if factor is None:
+                self._late_scales.append(None)
             self._masks.append(op)
             self._steps.append(("times", None))
             return
@@ -793,6 +797,10 @@ class _Steps:
             self._steps.append((norms[0], None))
         elif adds_mask(computing[-1]) and any(map(self._reads_others, ops)):
             self._mask(ops, "add", 1.0)
+        elif computing[-1].kind == "write":
+            # A part of the scores is written over.
+            self._late_scales.append(None)
+            self._steps.append(("f", None))
         else:
             self._bend_alone(name)
 

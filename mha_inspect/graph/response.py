@@ -508,6 +508,16 @@ class Response:
         own = (rows >= 0) & ~others
         return torch.allclose(after[own], before.first[own], rtol=1e-9, atol=1e-12, equal_nan=True)
 
+    def are_exponentials(self, place: int, weights: Softmaxed, exponent: float) -> bool:
+        """Return whether weights are exponentials of a cut with nothing that is computed of other scores."""
+        values, both = self.answers(place), self.answers(weights.cut)
+        if values is None or both is None:
+            return False
+        seen = (both.first > _FAINT) & (both.second > _FAINT)
+        logarithms = both.second.log() - both.first.log()
+        apart = (logarithms - exponent * values.difference)[seen]
+        return bool(apart.numel()) and _largest(apart) <= _LOGITS
+
     def is_linear(self, weights: Softmaxed) -> bool:
         """Return whether weights of the mean of both drawn scores are the mean of both weights."""
         given = self.answers(0)
@@ -655,7 +665,10 @@ class Response:
         lowest = heads.nan_to_num(torch.inf).amin(1)
         size = heads.nan_to_num(0.0).abs().amax(1)
         is_by_head = bool((highest - lowest <= _CLOSE * size).all())
-        return Step("scale" if is_by_head else "times", None)
+        if is_by_head:
+            return Step("scale", None)
+        is_zero_or_one = _is_near(factors, 0) | _is_near(factors, 1)
+        return Step("times", 1.0 if bool(is_zero_or_one.all()) else None)
 
     def _size_of_head(self) -> int:
         """Return the number of scores of one head: those of one query if they are `batch heads key`."""
@@ -781,6 +794,11 @@ def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
     lowest = start.scatter_reduce(0, rows, numbers, "amin", include_self=False)
     highest = start.scatter_reduce(0, rows, numbers, "amax", include_self=False)
     return bool((highest - lowest <= _CLOSE * highest.abs()).all())
+
+
+def _is_near(numbers: Tensor, number: float) -> Tensor:
+    """Return which numbers are this one, apart from rounding errors."""
+    return (numbers - number).abs() <= _CLOSE
 
 
 def _near(left: float, right: float, error: float) -> bool:
