@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..record.catalog import fused
 from ..record.ops import Op, TensorRef
 from .axis import Axis, size_of, wide
 from .dataflow import Graph, inside
@@ -43,22 +42,12 @@ def pairs_of(graph: Graph) -> Iterator[Pair]:
     products = list(graph.products.values())
     learned = _with_learned_factor(graph)
     for product in products:
-        if _is_step_of_kernel(graph, product):
-            continue
         for weights in (product.left, product.right):
             values = ProductPath(product, (), weights)
             over = frozenset(wide(values.averaged(graph.dimensions)))
             nearest = _nearest(graph, products, behind, weights, over)
             for scores in nearest or _of_learned_queries(graph, learned, values, over):
                 yield Pair(scores, values, over)
-
-
-def _is_step_of_kernel(graph: Graph, product: Product) -> bool:
-    """Return whether a product is a step that this program wrote for a fused attention: it needs no measurement."""
-    if product.op.kernel is None:
-        return False
-    kernel = fused(graph.recording.kernels[product.op.kernel].op)
-    return kernel is not None and kernel.way == "attention"
 
 
 def _with_learned_factor(graph: Graph) -> list[tuple[Product, TensorRef]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, inside
+from ..graph.kernels import places_of
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW, Sight, joined_sight, narrowed
@@ -344,7 +345,7 @@ def _has_triangular_mask(graph: Graph, attention: Attention) -> bool:
 
 
 def _is_triangular(op: Op) -> bool:
-    return op.base_name.startswith(("tril", "triu"))
+    return op.base_name.startswith(("tril", "triu")) or places_of(op).are_plainly_causal
 
 
 def filled_slots(graph: Graph, attention: Attention, seen: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def sight_of_kernel(asked: AttentionCall) -> Sight | None:
     shape = asked.scores_shape
     if asked.query.is_meta or shape[-2] * shape[-1] > _LARGEST:
         return None
-    allowed = asked.allowed(torch.arange(shape[-2], device=asked.query.device))
+    rows = torch.arange(shape[-2], device=asked.query.device)
+    allowed = asked.places.allowed(rows, *shape[-2:])
     if asked.bias is not None and asked.bias.numel():
         unmasked = asked.bias if asked.bias.dtype == torch.bool else asked.bias > MASKED_BELOW
         allowed = unmasked if allowed is None else allowed & unmasked

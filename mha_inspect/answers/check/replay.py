@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention, features_place
-from ...graph.products import Product
+from ...graph.products import KernelProduct, Product
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
@@ -208,11 +208,13 @@ def _is_left(attention: Attention, side: str) -> bool:
     return not attention.key_first
 
 
-def _position_axis(side: str, *, is_left: bool) -> int:
+def _position_axis(product: Product, side: str, *, is_left: bool) -> int:
     """Return the dimension of the positions in a factor of a product.
 
     The last dimension of the left factor is contracted: in the scores it has features, in the value product positions.
     """
+    if isinstance(product, KernelProduct):
+        return product.place_of_tokens
     if side == "value":
         return -1 if is_left else -2
     return -2 if is_left else -1
@@ -298,7 +300,7 @@ class Factor:
         """The dimension of the source that counts heads; None if their features are side by side."""
         self.tokens = start.tokens
         """The sizes of the source without features and heads."""
-        self.rows = _position_axis(side, is_left=_is_left(attention, side))
+        self.rows = _position_axis(_product_of(attention, side), side, is_left=_is_left(attention, side))
         """The position dimension of the target."""
         width = names.head_dim
         if side == "value":
@@ -311,7 +313,7 @@ class Factor:
     @property
     def _features_of_target(self) -> int:
         """The feature dimension of the target: the last two are positions and features, in either order."""
-        return -1 if self.rows == -2 else -2
+        return -2 if self.rows == -1 else -1
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token from its flat number."""
