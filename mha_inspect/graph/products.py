@@ -34,6 +34,11 @@ class Product:
         return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
 
     @property
+    def shared_by(self) -> int:
+        """How many heads on the left each head on the right serves, without being repeated for them."""
+        return 1
+
+    @property
     def flops(self) -> int:
         """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; half without a sum; Joint: 0."""
         if self.multiply.does("product"):
@@ -109,13 +114,26 @@ class KernelProduct(Product):
         """The dimension of the positions in queries, keys, values and context."""
         return -3 if self.op.kwargs.get("rows_first") else -2
 
+    @property
+    def _gives_scores(self) -> bool:
+        return self.op.base_name == "attention_scores"
+
+    @property
+    def shared_by(self) -> int:
+        """How many heads on the left each head on the right serves, without being repeated for them."""
+        place_of_heads = -5 - self.place_of_tokens  # one of the two is -3, the other one -2
+        if len(self.right.shape) < 3:
+            return 1
+        heads = self.left.shape[place_of_heads if self._gives_scores else -3]
+        return heads // max(self.right.shape[place_of_heads], 1)
+
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return the role of each dimension of the factors and of the result."""
         result = list(dimensions.of(self.op.output))
         left = dimensions.of(self.left)
         right = dimensions.of(self.right)
         tokens = self.place_of_tokens
-        gives_scores = self.op.base_name == "attention_scores"
+        gives_scores = self._gives_scores
         columns = result.pop()
         rows = result.pop(-1 if gives_scores else tokens + 1)
         return ProductAxes(

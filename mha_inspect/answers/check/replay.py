@@ -220,6 +220,10 @@ def _position_axis(product: Product, side: str, *, is_left: bool) -> int:
     return -2 if is_left else -1
 
 
+_BEFORE_HEADS = -3
+"""The position dimension of `... row heads head_dim`."""
+
+
 @dataclass(frozen=True)
 class _Start:
     """Where tokens are followed from: the first tensor of a side."""
@@ -300,8 +304,12 @@ class Factor:
         """The dimension of the source that counts heads; None if their features are side by side."""
         self.tokens = start.tokens
         """The sizes of the source without features and heads."""
-        self.rows = _position_axis(_product_of(attention, side), side, is_left=_is_left(attention, side))
+        product = _product_of(attention, side)
+        is_left = _is_left(attention, side)
+        self.rows = _position_axis(product, side, is_left=is_left)
         """The position dimension of the target."""
+        self._shared_by = 1 if is_left else product.shared_by
+        """How many heads of the product each head of the target serves."""
         width = names.head_dim
         if side == "value":
             width = self.target.shape[self._features_of_target]
@@ -347,6 +355,10 @@ class Factor:
     def _rows_of(self, marks: Tensor) -> set[Row]:
         """Return the rows of the target with a marked element."""
         by_row = marks.any(self._features_of_target)
+        if self.rows == _BEFORE_HEADS:
+            by_row = by_row.transpose(-2, -1)
+        if self._shared_by > 1:
+            by_row = by_row.repeat_interleave(self._shared_by, -2)
         by_group = by_row.reshape(-1, by_row.shape[-1])
         return {(group, row) for group, row in by_group.nonzero().tolist()}
 
