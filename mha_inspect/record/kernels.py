@@ -73,27 +73,27 @@ class Places(NamedTuple):
         """Return which of so many keys some rows of so many queries may attend to: `row key`; None if every key."""
         if not self.mask_keys:
             return None
-        distance, allowed = self._distances(rows, queries, torch.arange(keys, device=rows.device))
+        places, key_places, allowed = self._positions(rows, queries, torch.arange(keys, device=rows.device))
         before, after = self.window
-        allowed = allowed.expand(distance.shape)
+        # Two positions are compared as they are: a table of distances would be eight times as large.
         if self.causal:
-            allowed = allowed & (distance >= 0)
+            allowed = allowed & (key_places <= places)
         if before >= 0:
-            allowed = allowed & (distance <= before)
+            allowed = allowed & (key_places >= places - before)
         if after >= 0:
-            allowed = allowed & (distance >= -after)
+            allowed = allowed & (key_places <= places + after)
         return allowed
 
-    def _distances(self, rows: Tensor, queries: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many positions each key is before each query, and whether both are in the same sequence."""
+    def _positions(self, rows: Tensor, queries: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions of some queries, `row 1`, and of all keys, and whether both are in one sequence."""
         if self.starts is not None:
-            return self._packed_distances(self.starts.to(rows.device).long(), rows, keys)
+            return self._packed_positions(self.starts.to(rows.device).long(), rows, keys)
         places = rows
         if self.from_end:
             places = rows + (len(keys) - queries)
-        return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
+        return places[:, None], keys, torch.ones((), dtype=torch.bool, device=rows.device)
 
-    def _packed_distances(self, starts: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _packed_positions(self, starts: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same for packed sequences, whose first queries are at `starts`."""
         key_starts = starts if self.key_starts is None else self.key_starts.to(rows.device).long()
         sequences = torch.searchsorted(starts[1:], rows, right=True)
@@ -104,7 +104,7 @@ class Places(NamedTuple):
             # The last query of a sequence has the position of its last key.
             shift = key_starts.diff() - starts.diff()
             places = places + shift[sequences]
-        return places[:, None] - key_places, sequences[:, None] == key_sequences
+        return places[:, None], key_places, sequences[:, None] == key_sequences
 
 
 def attention_scores(query: Tensor, key: Tensor, *, scale: float, rows_first: bool = False) -> Tensor:
