@@ -373,9 +373,13 @@ def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
     """Return the call of an attention kernel, with its operands unchanged.
 
-    Arguments are found by their schema names. Raises `NotOpenedError` for an argument that the steps do not support.
+    Arguments are found by their schema names. Raises `NotOpenedError` for another kernel, and for an argument that the
+    steps do not support.
     """
-    arguments, kernel = bound(func, args, kwargs), about(func).name
+    operator = about(func)
+    if operator.fused is None or operator.fused.way != "attention":
+        raise NotOpenedError("its steps are not known")
+    arguments, kernel = bound(func, args, kwargs), operator.name
     _refuse_unsupported(func, arguments)
     query = _first(arguments, "query", "q")
     key = _first(arguments, "key", "k")

@@ -209,14 +209,13 @@ class XRay(Recorder):
         named = {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
+        results = result if isinstance(result, tuple) else (result,)
         opening = None
-        if operator.fused is not None and operator.fused.way == "attention":
-            results = result if isinstance(result, tuple) else (result,)
-            with self._unrecorded():
-                try:
-                    opening = self._opening(place, read_attention(func, args, kwargs), results)
-                except Exception as error:
-                    self._kernels[place] = replace(self._kernels[place], note=_reason(error))
+        with self._unrecorded():
+            try:
+                opening = self._opening(place, read_attention(func, args, kwargs), results)
+            except Exception as error:
+                self._kernels[place] = replace(self._kernels[place], note=_reason(error))
         self._note(operator, noted, named, result, opening=opening)
         return result
 
@@ -381,8 +380,9 @@ class XRay(Recorder):
             {"is_safe": call.is_safe},
             None if made is None else made.weights,
         )
+        # What the mask says is true for any scores; a bias that may hide keys has been looked at with these scores.
         sight = opening.sight
-        if made is not None:
+        if sight is None and made is not None:
             with suppress(Exception):  # other kinds of tensors may raise anything
                 sight = sight_of(made.masked, made.weights, -1)
         if sight is not None:
