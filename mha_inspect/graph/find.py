@@ -16,11 +16,12 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside
+from .kernels import readings_of_kernels
 from .late import average_of_ones
 from .meet import Meeting, Meetings, moved_for
 from .mixing import mixings_of
 from .pieces import with_keys_joined, with_pieces_joined
-from .products import Product, ProductPath
+from .products import KernelProduct, Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .reading import Reading, Softmax, multiply, read, read_weighing
 from .rerun import Constants
@@ -31,7 +32,7 @@ from .unlike import compares, is_dispatch, is_made_of_weights, is_of_softmax, is
 def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording, in the order of computation; empty if there is no attention."""
     constants = Constants(graph, {}, kept=False)
-    attentions = _Finder(graph, constants).all()
+    attentions = [*_of_kernels(graph), *_Finder(graph, constants).all()]
     attentions.sort(key=lambda attention: attention.softmax.index)
     attentions = [attention for attention in attentions if not is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
@@ -42,6 +43,17 @@ def attentions_of(graph: Graph) -> list[Attention]:
         contexts.add(attention.stages["context"].id)
     attentions = [_with_output(graph, attention, taken, contexts) for attention in attentions]
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions), constants)
+
+
+def _of_kernels(graph: Graph) -> list[Attention]:
+    """Return the attentions of fused kernels, which say all of what they compute."""
+    attentions = []
+    for reading in readings_of_kernels(graph):
+        parts = _Parts(reading.softmax, reading.scores, reading.values, key_first=False, over_queries=False)
+        attention = _attention_of_parts(graph, parts, reading)
+        if attention is not None:
+            attentions.append(attention)
+    return attentions
 
 
 class _Finder:
@@ -134,6 +146,11 @@ class _Parts:
         """The keys as the product of the scores reads them."""
         return self.scores.product.left if self.key_first else self.scores.product.right
 
+    @property
+    def has_keys_transposed(self) -> bool:
+        """Whether the product reads the keys with positions last."""
+        return not self.key_first and not isinstance(self.scores.product, KernelProduct)
+
     def positions(self, graph: Graph) -> dict[str, set[Axis]]:
         """Return the axes of the positions of each side."""
         scored = self.scores.product.axes(graph.dimensions)
@@ -154,7 +171,12 @@ def _attention_around(graph: Graph, reading: Reading) -> Attention | None:
     if side is None or is_made_of_weights(graph, values.values, softmax, scores.product):
         return None
     key_first, over_queries = side
-    parts = _Parts(softmax, scores, values, key_first, over_queries)
+    return _attention_of_parts(graph, _Parts(softmax, scores, values, key_first, over_queries), reading)
+
+
+def _attention_of_parts(graph: Graph, parts: _Parts, reading: Reading) -> Attention | None:
+    """Return the attention of these parts; None if they route tokens, or say where something is."""
+    values = parts.values
     if is_routing(graph, parts.query, parts.key, values.values):
         return None
     if graph.comes_from_inputs(parts.key) and values.values.id not in graph.given_or_learned:
@@ -166,7 +188,7 @@ def _attention_of(graph: Graph, parts: _Parts, reading: Reading) -> Attention:
     """Return the attention of these parts."""
     softmax, values, product = parts.softmax, parts.values, parts.scores.product
     query_heads = _heads(graph, product, parts.query, transposed=parts.key_first)
-    key_heads = _heads(graph, product, parts.key, transposed=not parts.key_first)
+    key_heads = _heads(graph, product, parts.key, transposed=parts.has_keys_transposed)
     value_heads = _heads(graph, values.product, values.values, transposed=values.values_first, unscaled=False)
     heads = {"q_heads": query_heads.tensor, "k_heads": key_heads.tensor, "v_heads": value_heads.tensor}
     module = product.multiply.module

@@ -34,6 +34,11 @@ class Product:
         return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
 
     @property
+    def shared_by(self) -> int:
+        """How many heads on the left each head on the right serves, without being repeated for them."""
+        return 1
+
+    @property
     def flops(self) -> int:
         """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; half without a sum; Joint: 0."""
         if self.multiply.does("product"):
@@ -101,6 +106,48 @@ class ProductAxes:
 
 
 @dataclass(frozen=True)
+class KernelProduct(Product):
+    """One of the two products in a fused attention kernel: keys are not transposed, and heads may come after rows."""
+
+    @property
+    def place_of_tokens(self) -> int:
+        """The dimension of the positions in queries, keys, values and context."""
+        return -3 if self.op.kwargs.get("rows_first") else -2
+
+    @property
+    def _gives_scores(self) -> bool:
+        return self.op.base_name == "attention_scores"
+
+    @property
+    def shared_by(self) -> int:
+        """How many heads on the left each head on the right serves, without being repeated for them."""
+        place_of_heads = -5 - self.place_of_tokens  # one of the two is -3, the other one -2
+        if len(self.right.shape) < 3:
+            return 1
+        heads = self.left.shape[place_of_heads if self._gives_scores else -3]
+        return heads // max(self.right.shape[place_of_heads], 1)
+
+    def axes(self, dimensions: Dimensions) -> ProductAxes:
+        """Return the role of each dimension of the factors and of the result."""
+        result = list(dimensions.of(self.op.output))
+        left = dimensions.of(self.left)
+        right = dimensions.of(self.right)
+        tokens = self.place_of_tokens
+        gives_scores = self._gives_scores
+        columns = result.pop()
+        rows = result.pop(-1 if gives_scores else tokens + 1)
+        return ProductAxes(
+            batch=tuple(chain.from_iterable(result)),
+            rows=rows,
+            columns=columns,
+            left_rows=left[tokens] if gives_scores else left[-2],
+            left_inner=left[-1],
+            right_inner=right[-1] if gives_scores else right[tokens],
+            right_columns=right[tokens] if gives_scores else right[-1],
+        )
+
+
+@dataclass(frozen=True)
 class Joint(Product):
     """Scores of two factors that are broadcast and added, subtracted or concatenated.
 
@@ -144,9 +191,12 @@ class ProductPath(NamedTuple):
 
 
 def product_of(recording: Recording, op: Op) -> Product | None:
-    """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
+    """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None.
+
+    Those of fused attention kernels are read by `kernels`.
+    """
     if op.does("product"):
-        if len(op.inputs) < 2:
+        if len(op.inputs) < 2 or op.is_step:
             return None
         left, right = op.inputs[-2:]
         return Product(op, op, left, right)

@@ -447,6 +447,49 @@ def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
             unify(dims[-back], dim)
 
 
+def _scores_of_kernel(op: Op, inputs: Inputs) -> Results:
+    """Multiply `batch heads query head_dim, batch kv_heads key head_dim -> batch heads query key`."""
+    query, key = (_heads_before_rows(op, dims) for dims in inputs)
+    *lead, keys, features = key
+    return [_product_by_head(op, query, (*lead, features, keys))]
+
+
+def _context_of_kernel(op: Op, inputs: Inputs) -> Results:
+    """Multiply `batch heads query key, batch kv_heads key head_dim -> batch heads query head_dim`."""
+    weights, value = inputs
+    context = _product_by_head(op, weights, _heads_before_rows(op, value))
+    return [_heads_before_rows(op, context)]
+
+
+def _heads_before_rows(op: Op, dims: Dims) -> Dims:
+    """Return dimensions with heads before rows, if a kernel has the rows first, or the other way round."""
+    if not op.kwargs.get("rows_first"):
+        return dims
+    *lead, rows, heads, features = dims
+    return (*lead, heads, rows, features)
+
+
+def _product_by_head(op: Op, left: Dims, right: Dims) -> Dims:
+    """Return the dimensions of a product of matrices, of which each one on the right may serve several heads."""
+    sizes = [size_of(dim) for dim in left[:-2]]
+    *batch, heads = right[:-2]
+    lead: list[Axis] = []
+    for dim, size in zip(batch, sizes[:-1], strict=True):
+        lead += _repeated(dim, size)
+    lead += heads
+    group = sizes[-1] // max(size_of(heads), 1)
+    if group > 1:
+        lead.append(Axis(group, repeats=True))
+    matrices = tuple([atom for dim in left[:-2] for atom in dim])
+    (product,) = _product(op, ((matrices, *left[-2:]), (tuple(lead), *right[-2:])))
+    return (*left[:-2], *product[-2:])
+
+
+def _mask_of_kernel(op: Op, inputs: Inputs) -> Results:
+    """Add a bias to the scores; further tensors are where packed sequences start."""
+    return [_broadcast(inputs[: len(op.args)], op.output.shape)]
+
+
 def _convolution(op: Op, inputs: Inputs) -> Results:
     """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis.
 
@@ -623,6 +666,9 @@ RULES: dict[str, Rule] = {
     "join": _join,
     "pad": _pad,
     "product": _product,
+    "scores": _scores_of_kernel,
+    "mask": _mask_of_kernel,
+    "context": _context_of_kernel,
     "convolution": _convolution,
     "index": _index,
     "index_write": _index_write,
