@@ -21,7 +21,7 @@ from .late import average_of_ones, with_exponentials_masked
 from .memory import memory_paths
 from .pairs import pairs_of
 from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
-from .products import KernelProduct, Product, ProductPath
+from .products import KernelScores, Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .reading import Reading, read
 from .rerun import Constants
@@ -198,7 +198,7 @@ class _Parts:
     @property
     def has_keys_transposed(self) -> bool:
         """Whether the product reads the keys with positions last."""
-        return not self.key_first and not isinstance(self.scores.product, KernelProduct)
+        return not self.key_first and not isinstance(self.scores.product, KernelScores)
 
     def positions(self, graph: Graph) -> dict[str, set[Axis]]:
         """Return the axes of the positions of each side."""
