@@ -118,7 +118,7 @@ def is_hidden(run: Run, stage: str, tensor: TensorRef) -> bool:
 def has_shape_only(run: Run, tensor: TensorRef) -> bool:
     """Return whether a stage has a shape only, because its kernel has too many scores to recompute."""
     op = run.recording.producer(tensor)
-    if op is None or op.kernel is None or op.has_result_of_kernel:
+    if op is None or op.kernel is None or op.makes_result:
         return False
     return run.recording.kernels[op.kernel].shapes_only
 

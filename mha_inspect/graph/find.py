@@ -21,12 +21,12 @@ from .late import average_of_ones
 from .meet import Meeting, Meetings, moved_for
 from .mixing import mixings_of
 from .pieces import with_keys_joined, with_pieces_joined
-from .products import KernelProduct, Product, ProductPath
+from .products import KernelScores, Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .reading import Reading, Softmax, multiply, read, read_weighing
 from .rerun import Constants
 from .turns import Joined, heads_agree, pieces_agree, place_of_join
-from .unlike import compares, is_dispatch, is_made_of_weights, is_of_softmax, is_routing, softmaxed_side, sums_over_all
+from .unlike import compares, is_dispatch, is_made_of_weights, is_routing, softmaxed_side
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
@@ -106,7 +106,7 @@ class _Finder:
             taken.update((attention.score_product.op.index, attention.value_product.op.index))
         pieces: dict[int, list[Attention]] = {}
         for values in remaining:
-            if values.product.op.index in taken or is_of_softmax(graph, values.values):
+            if values.product.op.index in taken:
                 continue
             for meeting in (*self._meetings.products(values), *self._meetings.joins(values)):
                 if meeting.scores.op.index in taken or not compares(graph, meeting.scores):
@@ -149,7 +149,7 @@ class _Parts:
     @property
     def has_keys_transposed(self) -> bool:
         """Whether the product reads the keys with positions last."""
-        return not self.key_first and not isinstance(self.scores.product, KernelProduct)
+        return not self.key_first and not isinstance(self.scores.product, KernelScores)
 
     def positions(self, graph: Graph) -> dict[str, set[Axis]]:
         """Return the axes of the positions of each side."""
@@ -165,8 +165,6 @@ class _Parts:
 def _attention_around(graph: Graph, reading: Reading) -> Attention | None:
     """Return the attention that was read; None if this is no attention."""
     softmax, scores, values = reading.softmax, reading.scores, reading.values
-    if not sums_over_all(graph, softmax, values):
-        return None
     side = softmaxed_side(graph, scores.product, values, softmax.masked, softmax.dim)
     if side is None or is_made_of_weights(graph, values.values, softmax, scores.product):
         return None

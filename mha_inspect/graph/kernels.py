@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from ..record.kernels import Places
 from ..record.ops import Op
 from .dataflow import Graph
-from .products import KernelProduct, ProductPath
+from .products import KernelScores, Product, ProductPath
 from .reading import Reading, Scoring, Softmax
 
 
 def readings_of_kernels(graph: Graph) -> Iterator[Reading]:
     """Yield the attention of each fused kernel that was opened, in order."""
     for op in graph.recording.ops:
-        if op.is_step and op.base_name == "attention_context":
+        if op.base_name == "attention_context" and op.is_step:
             yield _reading(graph, op)
 
 
@@ -38,8 +38,8 @@ def _reading(graph: Graph, context: Op) -> Reading:
     scale = float(product.kwargs["scale"])
     return Reading(
         softmax=Softmax(softmax, masked, len(masked.shape) - 1),
-        scores=ProductPath(KernelProduct(product, product, *product.inputs), (), scores),
-        values=ProductPath(KernelProduct(context, context, weights, value), (), weights),
+        scores=ProductPath(KernelScores(product, product, *product.inputs), (), scores),
+        values=ProductPath(Product(context, context, weights, value), (), weights),
         scoring=Scoring(
             scores=scores,
             masked=masked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
@@ -32,11 +32,6 @@ class Product:
     def name(self) -> str:
         """The names of its operations: `bmm`, `mul and sum`."""
         return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
-
-    @property
-    def shared_by(self) -> int:
-        """How many heads on the left each head on the right serves, without being repeated for them."""
-        return 1
 
     @property
     def flops(self) -> int:
@@ -106,45 +101,13 @@ class ProductAxes:
 
 
 @dataclass(frozen=True)
-class KernelProduct(Product):
-    """One of the two products in a fused attention kernel: keys are not transposed, and heads may come after rows."""
-
-    @property
-    def place_of_tokens(self) -> int:
-        """The dimension of the positions in queries, keys, values and context."""
-        return -3 if self.op.kwargs.get("rows_first") else -2
-
-    @property
-    def _gives_scores(self) -> bool:
-        return self.op.base_name == "attention_scores"
-
-    @property
-    def shared_by(self) -> int:
-        """How many heads on the left each head on the right serves, without being repeated for them."""
-        place_of_heads = -5 - self.place_of_tokens  # one of the two is -3, the other one -2
-        if len(self.right.shape) < 3:
-            return 1
-        heads = self.left.shape[place_of_heads if self._gives_scores else -3]
-        return heads // max(self.right.shape[place_of_heads], 1)
+class KernelScores(Product):
+    """The product of queries and keys in a fused attention kernel, which does not transpose the keys for it."""
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return the role of each dimension of the factors and of the result."""
-        result = list(dimensions.of(self.op.output))
-        left = dimensions.of(self.left)
-        right = dimensions.of(self.right)
-        tokens = self.place_of_tokens
-        gives_scores = self._gives_scores
-        columns = result.pop()
-        rows = result.pop(-1 if gives_scores else tokens + 1)
-        return ProductAxes(
-            batch=tuple(chain.from_iterable(result)),
-            rows=rows,
-            columns=columns,
-            left_rows=left[tokens] if gives_scores else left[-2],
-            left_inner=left[-1],
-            right_inner=right[-1] if gives_scores else right[tokens],
-            right_columns=right[tokens] if gives_scores else right[-1],
-        )
+        axes = self._axes_of_matrices(dimensions)
+        return replace(axes, right_inner=axes.right_columns, right_columns=axes.right_inner)
 
 
 @dataclass(frozen=True)

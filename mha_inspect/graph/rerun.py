@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..record.arguments import tensors_in
-from ..record.kernels import compute_step
+from ..record.kernels import STEPS
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
 from .ids import any_in, ids_of, in_order
@@ -64,16 +64,8 @@ def as_argument(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
 
 
 def call_again(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Call an operation with other arguments, and return its outputs. Raise `ValueError` if their shapes differ.
-
-    Of the results of a fused kernel only the first is computed, that of its last step.
-    """
-    if op.is_step:
-        step = compute_step(op.base_name, args, kwargs)
-        if step.shape != op.output.shape:
-            raise ValueError("the result has another shape")
-        return [step]
-    function = attrgetter(op.name)(torch.ops)
+    """Call an operation with other arguments, and return its outputs. Raise `ValueError` if their shapes differ."""
+    function = STEPS[op.base_name] if op.is_step else attrgetter(op.name)(torch.ops)
     results = []
     for _, tensor in tensors_in(function(*args, **kwargs)):
         results.append(tensor)

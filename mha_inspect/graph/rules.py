@@ -449,24 +449,13 @@ def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
 
 def _scores_of_kernel(op: Op, inputs: Inputs) -> Results:
     """Multiply `batch heads query head_dim, batch kv_heads key head_dim -> batch heads query key`."""
-    query, key = (_heads_before_rows(op, dims) for dims in inputs)
-    *lead, keys, features = key
+    query, (*lead, keys, features) = inputs
     return [_product_by_head(op, query, (*lead, features, keys))]
 
 
 def _context_of_kernel(op: Op, inputs: Inputs) -> Results:
     """Multiply `batch heads query key, batch kv_heads key head_dim -> batch heads query head_dim`."""
-    weights, value = inputs
-    context = _product_by_head(op, weights, _heads_before_rows(op, value))
-    return [_heads_before_rows(op, context)]
-
-
-def _heads_before_rows(op: Op, dims: Dims) -> Dims:
-    """Return dimensions with heads before rows, if a kernel has the rows first, or the other way round."""
-    if not op.kwargs.get("rows_first"):
-        return dims
-    *lead, rows, heads, features = dims
-    return (*lead, heads, rows, features)
+    return [_product_by_head(op, *inputs)]
 
 
 def _product_by_head(op: Op, left: Dims, right: Dims) -> Dims:

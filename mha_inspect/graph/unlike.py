@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention
-from .axis import Axis, size_of, wide
+from .axis import Axis, wide
 from .dataflow import Graph
 from .meet import only_activation
-from .products import Product, ProductAxes, ProductPath
+from .products import Product, ProductPath
 from .reading import Softmax
 
 
@@ -31,17 +31,13 @@ def softmaxed_side(
 ) -> SoftmaxedSide | None:
     """Return which side of the scores is the keys, and whether the softmax runs over the queries.
 
-    The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: capsule
-    routing (over an axis that every score has a product of its own for, without queries beside the keys, or of weights
-    that average over the features of the scores), clusters of nodes (over the features of a projection), k-means (over
-    clusters that average the tensors compared with them), and slots of experts, to which learned queries hand out the
-    keys themselves.
+    The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: clusters
+    of nodes (over the features of a projection), k-means (over clusters that average the tensors compared with them), and
+    slots of experts, to which learned queries hand out the keys themselves.
     """
     axes = product.axes(graph.dimensions)
     over = graph.dimensions.along(masked, dim)
     summed = set(wide(values.averaged(graph.dimensions)))
-    if _is_over_votes(axes, over, summed):
-        return None
     over_rows = not over.isdisjoint(axes.rows) and over.isdisjoint(axes.columns)
     beside = set(axes.columns if over_rows else axes.rows) - over
     is_over_queries = bool(over) and not summed.isdisjoint(beside) and summed.isdisjoint(over)
@@ -54,17 +50,6 @@ def softmaxed_side(
     if _hands_out_keys(graph, product, values):
         return None
     return SoftmaxedSide(key_first=over_rows, over_queries=False)
-
-
-def _is_over_votes(axes: ProductAxes, over: set[Axis], summed: set[Axis]) -> bool:
-    """Return whether a softmax is one of capsules: over products of their own, or averaged over features."""
-    rows, columns = set(axes.rows), set(axes.columns)
-    batch = set(axes.batch) - rows - columns
-    has_queries = size_of(rows) > 1 and size_of(columns) > 1
-    if not over.isdisjoint(batch) and not has_queries:
-        return True
-    features = {*axes.left_inner, *axes.right_inner} - over
-    return bool(over and summed) and summed <= features
 
 
 def _hands_out_keys(graph: Graph, product: Product, values: ProductPath) -> bool:
@@ -165,16 +150,6 @@ def _gives_values(graph: Graph, first: Attention, second: Attention) -> bool:
     return graph.leads_to(first.stages["context"], second.stages["v_heads"])
 
 
-def sums_over_all(graph: Graph, softmax: Softmax, values: ProductPath) -> bool:
-    """Return whether the product with the values sums over every dimension of a softmax over several."""
-    if not softmax.beside:
-        return True
-    over: set[Axis] = set()
-    for place in (softmax.dim, *softmax.beside):
-        over |= graph.dimensions.along(softmax.op.output, place)
-    return over <= set(wide(values.averaged(graph.dimensions)))
-
-
 def is_made_of_weights(
     graph: Graph,
     values: TensorRef,
@@ -219,12 +194,6 @@ def _gives_weights(graph: Graph, op: Op) -> bool:
         if maker is not None and graph.product(maker) is not None:
             return True
     return False
-
-
-def is_of_softmax(graph: Graph, values: TensorRef) -> bool:
-    """Return whether values are given by a softmax: they are votes for classes, or counts of clusters."""
-    maker = graph.producer(graph.before_moves(values))
-    return maker is not None and maker.does("softmax")
 
 
 def _is_of_activations(graph: Graph, product: Product) -> bool:

@@ -90,7 +90,6 @@ _TABLE = (
     "_softmax _safe_softmax | - | softmax",
     "attention_scores | scores | product",
     "attention_mask | mask |",
-    "attention_weights | - | softmax",
     "attention_context | context | product",
     "sum mean linalg_vector_norm | reduce | norms",
     "amax max | reduce | pools",

@@ -107,13 +107,11 @@ class Places(NamedTuple):
         return places[:, None], key_places, sequences[:, None] == key_sequences
 
 
-def attention_scores(query: Tensor, key: Tensor, *, scale: float, rows_first: bool = False) -> Tensor:
+def attention_scores(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     """Return q·kᵀ·scale, `... heads query key`; half precision is summed in float32, as in kernels.
 
-    Heads come after the rows with `rows_first`. Several query heads may share a key head.
+    Several query heads may share a key head.
     """
-    if rows_first:
-        query, key = query.transpose(-3, -2), key.transpose(-3, -2)
     dtype = summed_in(query.dtype)
     scaled = query.to(dtype) * scale
     keys = _repeated(key.to(dtype), _heads_of(query) // _heads_of(key))
@@ -146,34 +144,20 @@ def attention_mask(
     return scores if added is None else scores + added
 
 
-def attention_weights(masked: Tensor, dim: int, *, is_safe: bool) -> Tensor:
-    """Return the softmax of masked scores; with `is_safe`, a query with every key masked out has weights of zero."""
-    softmax = torch._safe_softmax if is_safe else torch.softmax
-    return softmax(masked, dim)
-
-
-def attention_context(weights: Tensor, value: Tensor, *, dtype: torch.dtype, rows_first: bool = False) -> Tensor:
-    """Return weights · v in a dtype: `... heads query head_dim`; with `rows_first`, `... query heads head_dim`."""
-    if rows_first:
-        value = value.transpose(-3, -2)
-    values = _repeated(value.to(weights.dtype), _heads_of(weights) // _heads_of(value))
-    context = (weights @ values).to(dtype)
-    return context.transpose(-3, -2) if rows_first else context
+def attention_context(weights: Tensor, value: Tensor) -> Tensor:
+    """Return weights · v: `... heads query head_dim`. Several heads may share a value head."""
+    return weights @ _repeated(value.to(weights.dtype), _heads_of(weights) // _heads_of(value))
 
 
 STEPS: Mapping[str, Callable[..., Tensor]] = {
     "attention_scores": attention_scores,
     "attention_mask": attention_mask,
-    "attention_weights": attention_weights,
     "attention_context": attention_context,
 }
-"""What computes each step of an attention kernel, by the name of the operation that stands for it in a recording."""
+"""What computes each step of an attention kernel, by the name of the operation that stands for it in a recording.
 
-
-def compute_step(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Compute a step as it was recorded, by the name of its operation."""
-    settings = {key: value for key, value in kwargs.items() if key != "kernel"}
-    return STEPS[name](*args, **settings)
+Between mask and context torch's own softmax stands.
+"""
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -210,6 +194,8 @@ class Stages(NamedTuple):
     """The scores themselves without a mask."""
     weights: Tensor
     context: Tensor
+    result: Tensor
+    """The context in the dtype and the layout of the kernel's result."""
 
 
 class AttentionCall(NamedTuple):
@@ -251,11 +237,10 @@ class AttentionCall(NamedTuple):
     @property
     def scores_shape(self) -> tuple[int, ...]:
         """`... heads query key`."""
-        query, key = tuple(self.query.shape), tuple(self.key.shape)
-        if self.rows_first:
-            query, key = _heads_before_rows(query), _heads_before_rows(key)
-        lead = max(query[:-2], (*key[:-3], *query[-3:-2]))
-        return (*lead, query[-2], key[-2])
+        rows, heads = (-3, -2) if self.rows_first else (-2, -3)
+        query = self.query.shape
+        lead = (*query[:-3], query[heads]) if len(query) > 2 else ()
+        return (*lead, query[rows], self.key.shape[rows])
 
     def with_operands(self, change: Callable[[Any], Any]) -> AttentionCall:
         """Return the same call with something else in place of each tensor: its look, its reference, a copy."""
@@ -263,8 +248,8 @@ class AttentionCall(NamedTuple):
         return AttentionCall(*operands, *self[_OPERANDS:])
 
     def steps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Return the context, computed step by step; with `dtype`, in that dtype."""
-        return (self.made(dtype).context,)
+        """Return the result, computed step by step; with `dtype`, in that dtype."""
+        return (self.made(dtype).result,)
 
     def made(self, dtype: torch.dtype | None = None) -> Stages:
         """Return what its steps make; with `dtype`, in that dtype."""
@@ -274,16 +259,11 @@ class AttentionCall(NamedTuple):
         """Return the bytes of the largest step, the scores."""
         return 4 * math.prod(self.scores_shape)
 
-    def heads_first(self) -> AttentionCall:
-        """Return the same call with the heads dimension before the rows."""
+    def heads_first(self, swap: Callable[[Any], Any]) -> AttentionCall:
+        """Return the same call with the heads dimension before the rows; `swap` swaps the two."""
         if not self.rows_first:
             return self
-        return self._replace(
-            query=self.query.transpose(-3, -2),
-            key=self.key.transpose(-3, -2),
-            value=self.value.transpose(-3, -2),
-            rows_first=False,
-        )
+        return self._replace(query=swap(self.query), key=swap(self.key), value=swap(self.value), rows_first=False)
 
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
@@ -292,10 +272,10 @@ class AttentionCall(NamedTuple):
 
         `turn` selects the head; with the results of the `steps`, the largest difference selects head and queries.
         """
-        asked = self.heads_first()
+        asked = self.heads_first(_swapped)
         compared = [results[0], *(steps or ())]
         if self.rows_first:
-            compared = [tensor.transpose(-3, -2) for tensor in compared]
+            compared = [*map(_swapped, compared)]
         result = compared[0]
         *shape, count, width = result.shape
         number = turn % math.prod(shape)
@@ -338,19 +318,21 @@ class AttentionCall(NamedTuple):
 def attention(asked: AttentionCall, dtype: torch.dtype | None = None) -> Stages:
     """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
     dtype = dtype or asked.query.dtype
-    query, key, value, bias = cast_tensors((asked.query, asked.key, asked.value, asked.bias), dtype)
-    scores = attention_scores(query, key, scale=asked.scale, rows_first=asked.rows_first)
+    call = asked.heads_first(_swapped)
+    query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
+    scores = attention_scores(query, key, scale=call.scale)
     del query, key  # free a long sequence's keys in float64 before converting its values
-    masked = attention_mask(scores, bias, few=asked.few, **asked.places.given()) if asked.is_masked else scores
-    weights = attention_weights(masked, -1, is_safe=asked.is_safe)
-    context = attention_context(weights, value, dtype=dtype, rows_first=asked.rows_first)
-    return Stages(scores, masked, weights, context)
+    masked = attention_mask(scores, bias, few=call.few, **call.places.given()) if call.is_masked else scores
+    softmax = torch._safe_softmax if call.is_safe else torch.softmax
+    weights = softmax(masked, -1)
+    context = attention_context(weights, value)
+    result = context.to(dtype)
+    return Stages(scores, masked, weights, context, _swapped(result) if asked.rows_first else result)
 
 
-def _heads_before_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of `... row heads head_dim` as `... heads row head_dim`."""
-    *before, rows, heads, width = shape
-    return (*before, heads, rows, width)
+def _swapped(tensor: Tensor) -> Tensor:
+    """Swap rows and heads: `... rows heads head_dim -> ... heads rows head_dim`, or back."""
+    return tensor.transpose(-3, -2)
 
 
 _OPERANDS = 6

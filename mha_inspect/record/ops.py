@@ -18,8 +18,8 @@ Kind = Literal["view", "copy", "write", "compute"]
 RESULT_LINK = "kernel.result.default"
 """An added operation that torch never ran: the link from the last step of a fused kernel to the kernel's result."""
 KERNEL = "kernel."
-"""The namespace of added operations that torch never ran: the steps that stand for a fused attention kernel, at most
-four (`record.kernels.STEPS`). The last of them, `attention_context`, has the results of the kernel."""
+"""The namespace of added operations that torch never ran: steps of a fused attention kernel (`record.kernels.STEPS`),
+and the link to its result."""
 _COLLECTIVE_NAMESPACES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
 """The namespaces of collectives: operations of all ranks of a process group."""
 _WITHOUT_EXCHANGE = ("wait_tensor", "_wrap_tensor")
@@ -117,13 +117,8 @@ class Op:
         return self.name == RESULT_LINK
 
     @property
-    def has_result_of_kernel(self) -> bool:
-        """Whether its results are those of a fused kernel, which torch computed."""
-        return self.makes_result or (self.is_step and "kernel" in self.kwargs)
-
-    @property
     def is_step(self) -> bool:
-        """Whether this stands for a step of a fused attention kernel."""
+        """Whether this stands for a step of a fused attention kernel, which no operation of torch computes."""
         return self.name.startswith(KERNEL) and not self.makes_result
 
     @property
@@ -245,5 +240,5 @@ class Recording:
         return self.joins.get(tensor.id) if index is None else self.ops[index]
 
     def name_of(self, op: Op) -> str:
-        """Return the torch name of an operation; for that with a kernel's result, the name of the kernel."""
-        return str(op.kwargs["kernel"]) if op.has_result_of_kernel else op.name
+        """Return the torch name of an operation; for a link to a kernel's result, the name of the kernel."""
+        return str(op.kwargs["kernel"]) if op.makes_result else op.name

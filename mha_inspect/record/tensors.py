@@ -9,6 +9,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -245,6 +246,18 @@ class Tensors:
         if value is not None and self._takes(value.nbytes):
             self.values[number] = value
         return TensorRef(number, shape, tuple(strides_of(shape)), 0, name_of(dtype), dtype.itemsize, storage)
+
+    def swapped(self, tensor: TensorRef, op: int) -> TensorRef:
+        """Return the reference of a view of a tensor that torch never made: its rows and heads are swapped."""
+        number = self._num_tensors
+        self._num_tensors = number + 1
+        self.producers[number] = op
+        if tensor.id in self.values:
+            self.values[number] = self.values[tensor.id].transpose(-3, -2)
+        sizes, steps = list(tensor.shape), list(tensor.stride)
+        for row in (sizes, steps):
+            row[-3], row[-2] = row[-2], row[-3]
+        return replace(tensor, id=number, shape=tuple(sizes), stride=tuple(steps))
 
     def constants(self) -> dict[int, Tensor]:
         """Return tensors by id that came from outside the run, still exist and were not overwritten since."""

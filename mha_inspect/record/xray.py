@@ -22,6 +22,7 @@ from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, About, Fused, about, adds_scores, fused
 from .kernels import (
+    STEPS,
     AttentionCall,
     KernelCall,
     NotOpenedError,
@@ -32,7 +33,7 @@ from .kernels import (
     read_part,
     summed_in,
 )
-from .ops import KERNEL, RESULT_LINK, Kernel, Op, Recording, TensorRef
+from .ops import KERNEL, RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
 from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .sight import Sight, hides_by_scores, sight_of, sight_of_kernel
@@ -49,6 +50,21 @@ _COPIED = 1 << 20
 
 _STEPS = 3
 """Steps of an attention that are as large as its scores: the product, the mask and the softmax."""
+
+
+_SCORES, _MASK, _CONTEXT = (f"{KERNEL}{name}.default" for name in STEPS)
+
+
+class _Softmax(NamedTuple):
+    """One of torch's softmaxes, and its arguments after the scores."""
+
+    name: str
+    settings: tuple[Any, ...]
+
+
+_SOFTMAX = _Softmax("aten._softmax.default", (-1, False))
+_SAFE_SOFTMAX = _Softmax("aten._safe_softmax.default", (-1,))
+"""Gives zeros where every key is masked out."""
 
 
 class _Opening(NamedTuple):
@@ -284,10 +300,10 @@ class XRay(Recorder):
             made = call.made()
             return sight_of(made.masked, made.weights, -1)
         if call.bias is not None or call.starts is not None:
-            return sight_of_kernel(call.heads_first())
+            return sight_of_kernel(call)
         key = (call.scores_shape, call.causal, call.from_end, call.window)
         if key not in self._sights_of_masks:
-            self._sights_of_masks[key] = sight_of_kernel(call.heads_first())
+            self._sights_of_masks[key] = sight_of_kernel(call)
         return self._sights_of_masks[key]
 
     def _later(self, few: AttentionCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
@@ -348,38 +364,31 @@ class XRay(Recorder):
         check = opening.check
         whole: list[Any] = [look[6] for look in results] if is_kept else []
         if call is not None and _is_comparable(whole[0]):
-            check = _check_of_kept(call, whole, opening.place + 1, None if made is None else (made.context,))
+            check = _check_of_kept(call, whole, opening.place + 1, None if made is None else (made.result,))
         return changes if check is None else changes | _checked(check)
 
     def _write_steps(self, entry: Entry, opening: _Opening, made: Stages | None) -> None:
         """Add the operations that stand for an attention kernel, with what they made if that is kept."""
-        operator, results = entry[0], entry[3]
-        tensors = self._tensors
-        call = opening.call.with_operands(tensors.read)
+        operator, *_, results = entry[:4]
+        read = opening.call.with_operands(self._tensors.read)
+        # As arguments these are tensors, and what is recorded of them are references.
+        call: Any = read.heads_first(partial(self._swapped, entry))
         look: Any = opening.call.query
-        dtype = look[4]
-        by_rows = {"rows_first": True} if call.rows_first else {}
+        dtype = summed_in(look[4])
+        shape = call.scores_shape
 
-        def step(name: str, args: tuple[Any, ...], settings: dict[str, Any], value: Tensor | None) -> TensorRef:
-            output = tensors.made(call.scores_shape, summed_in(dtype), len(self._ops), value)
+        def step(stage: str, name: str, args: Any, settings: dict[str, Any], shape: Any = shape) -> TensorRef:
+            value = None if made is None else getattr(made, stage)
+            output = self._tensors.made(shape, dtype, len(self._ops), value)
             self._add_step(entry, name, args, settings, (output,))
             return output
 
-        scores = masked = step(
-            "attention_scores",
-            (call.query, call.key),
-            {"scale": call.scale, **by_rows},
-            None if made is None else made.scores,
-        )
+        scores = masked = step("scores", _SCORES, (call.query, call.key), {"scale": call.scale})
         if call.is_masked:
             args = (scores,) if call.bias is None else (scores, call.bias)
-            masked = step("attention_mask", args, call.places.given(), None if made is None else made.masked)
-        weights = step(
-            "attention_weights",
-            (masked, -1),
-            {"is_safe": call.is_safe},
-            None if made is None else made.weights,
-        )
+            masked = step("masked", _MASK, args, call.places.given())
+        softmax = _SAFE_SOFTMAX if call.is_safe else _SOFTMAX
+        weights = step("weights", softmax.name, (masked, *softmax.settings), {})
         # What the mask says is true for any scores; a bias that may hide keys has been looked at with these scores.
         sight = opening.sight
         if sight is None and made is not None:
@@ -387,26 +396,40 @@ class XRay(Recorder):
                 sight = sight_of(made.masked, made.weights, -1)
         if sight is not None:
             self._sights[weights.id] = sight
-        read: tuple[Any, ...] = weights, call.value
-        outputs = [tensors.write(look, len(self._ops), read, False, True) for look in results]
-        settings = {"dtype": str(dtype), **by_rows, "kernel": operator.name}
-        self._add_step(entry, "attention_context", read, settings, tuple(outputs))
+        of_values = (*shape[:-1], call.value.shape[-1])
+        context = step("context", _CONTEXT, (weights, call.value), {}, of_values)
+        if read.rows_first:
+            context = self._swapped(entry, context)
+        outputs = [self._tensors.write(look, len(self._ops), (context,), False, True) for look in results]
+        self._add_step(entry, RESULT_LINK, (context,), {"kernel": operator.name}, tuple(outputs), "copy")
+
+    def _swapped(self, entry: Entry, tensor: TensorRef) -> TensorRef:
+        """Add a view of a tensor with its rows and heads swapped, `... rows heads head_dim`, and return it."""
+        view = self._tensors.swapped(tensor, len(self._ops))
+        self._add_step(entry, "aten.transpose.int", (tensor, -3, -2), {}, (view,), "view")
+        return view
 
     def _add_step(
-        self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[TensorRef, ...]
+        self,
+        entry: Entry,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[TensorRef, ...],
+        kind: Kind = "compute",
     ) -> None:
         """Add an operation that torch never ran, which stands for a step of an attention kernel."""
         *_, site, call, kernel, _, _, _ = entry
         read = tuple([value for value in (*args, *kwargs.values()) if type(value) is TensorRef])
         op = Op(
             len(self._ops),
-            f"{KERNEL}{name}.default",
+            name,
             args,
             kwargs,
             args if read == args else read,
             outputs,
-            "compute",
-            name == "attention_mask",
+            kind,
+            name == _MASK,
             *place_of_site(site),
             call,
             kernel,

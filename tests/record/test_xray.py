@@ -287,7 +287,7 @@ def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: 
 
     def wrong(asked: Any, dtype: Any = None) -> Any:
         right = attention(asked, dtype)
-        return right if dtype and not everywhere else right._replace(context=right.context * 1.001)
+        return right if dtype and not everywhere else right._replace(result=right.result * 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees

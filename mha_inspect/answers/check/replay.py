@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention, features_place
-from ...graph.products import KernelProduct, Product
+from ...graph.products import KernelScores, Product
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
@@ -213,15 +213,11 @@ def _position_axis(product: Product, side: str, *, is_left: bool) -> int:
 
     The last dimension of the left factor is contracted: in the scores it has features, in the value product positions.
     """
-    if isinstance(product, KernelProduct):
-        return product.place_of_tokens
+    if isinstance(product, KernelScores):
+        return -2
     if side == "value":
         return -1 if is_left else -2
     return -2 if is_left else -1
-
-
-_BEFORE_HEADS = -3
-"""The position dimension of `... row heads head_dim`."""
 
 
 @dataclass(frozen=True)
@@ -308,8 +304,10 @@ class Factor:
         is_left = _is_left(attention, side)
         self.rows = _position_axis(product, side, is_left=is_left)
         """The position dimension of the target."""
-        self._shared_by = 1 if is_left else product.shared_by
+        self._shared_by = 1
         """How many heads of the product each head of the target serves."""
+        if product.op.is_step and not is_left:
+            self._shared_by = prod(product.left.shape[:-2]) // max(prod(product.right.shape[:-2]), 1)
         width = names.head_dim
         if side == "value":
             width = self.target.shape[self._features_of_target]
@@ -321,7 +319,7 @@ class Factor:
     @property
     def _features_of_target(self) -> int:
         """The feature dimension of the target: the last two are positions and features, in either order."""
-        return -2 if self.rows == -1 else -1
+        return -1 if self.rows == -2 else -2
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token from its flat number."""
@@ -355,8 +353,6 @@ class Factor:
     def _rows_of(self, marks: Tensor) -> set[Row]:
         """Return the rows of the target with a marked element."""
         by_row = marks.any(self._features_of_target)
-        if self.rows == _BEFORE_HEADS:
-            by_row = by_row.transpose(-2, -1)
         if self._shared_by > 1:
             by_row = by_row.repeat_interleave(self._shared_by, -2)
         by_group = by_row.reshape(-1, by_row.shape[-1])
