@@ -109,11 +109,6 @@ class Graph:
         outside -= recording.scalars.keys()
         for named in (*recording.parameters, *recording.buffers):
             outside.discard(named.tensor.id)
-        if not outside:
-            # A recorded script may draw what it computes with.
-            for op in recording.ops:
-                if op.does("draws") and not op.inputs:
-                    outside.update(ids_of(op.outputs))
         return made_of(outside, recording.ops) | recording.input_ids
 
     @cached_property
@@ -178,6 +173,12 @@ class Graph:
     def comes_from_inputs(self, *tensors: TensorRef) -> bool:
         """Return whether all of these depend on an input of the run."""
         return all(tensor.id in self._from_inputs for tensor in tensors)
+
+    def is_activation(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor depends on an input; on a parameter in a script that makes its inputs itself."""
+        if self._from_inputs:
+            return tensor.id in self._from_inputs
+        return tensor.id in self.learned and not self.is_weight(tensor)
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
         """Return the ids of the forward's inputs that a tensor depends on."""

@@ -221,7 +221,7 @@ class _Scores(NamedTuple):
 
 def _may_be_scores(graph: Graph, scores: Product, over: frozenset[Axis]) -> bool:
     """Return whether a product compares positions, among them those that are averaged over."""
-    if not any(map(graph.comes_from_inputs, (scores.left, scores.right))):
+    if not any(map(graph.is_activation, (scores.left, scores.right))):
         return False
     axes = scores.axes(graph.dimensions)
     compared = _compared(graph, scores)

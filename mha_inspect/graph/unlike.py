@@ -31,8 +31,8 @@ def softmaxed_side(
 ) -> SoftmaxedSide | None:
     """Return which side of the scores is the keys, and whether the softmax runs over the queries.
 
-    The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: clusters
-    of nodes (over the features of a projection), k-means (over clusters that average the tensors compared with them), and
+    The keys are the axis that the values are averaged over. None for softmaxes that are not attention: clusters of
+    nodes (over the features of a projection), k-means (over clusters that average the tensors compared with them), and
     slots of experts, to which learned queries hand out the keys themselves.
     """
     axes = product.axes(graph.dimensions)

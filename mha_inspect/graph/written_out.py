@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..record.catalog import about
-from ..record.kernels import compute_step
+from ..record.kernels import STEPS
 from ..record.ops import KERNEL, RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
 from ..record.rounding import Rounding, max_difference, rounding_error
 from ..record.sight import Sight, sight_of
@@ -27,7 +27,7 @@ from .axis import size_of
 from .dataflow import Graph
 from .ids import ids_of
 from .replay import NotReplayedError, measuring
-from .rerun import Constants, as_argument
+from .rerun import Constants
 from .whole import Operand, WholeAttention, operations_behind, split, whole_attention
 
 _A = torch.ops.aten
@@ -316,8 +316,7 @@ class _Rewriter:
             key = self._normed(key, line)
         scores = self._step("attention_scores", line, query, key, scale=whole.scale)
         weights = self._weights(whole, scores, maker)
-        dtype = f"torch.{whole.context.tensor.dtype}"
-        context = self._step("attention_context", maker, weights, value, dtype=dtype)
+        context = self._step("attention_context", maker, weights, value)
         self._new_call()
         last = self._laid(context, whole.context, maker)
         self._link(last, whole.context.tensor, maker)
@@ -329,7 +328,8 @@ class _Rewriter:
         mask = _mask_of(whole)
         if mask is not None:
             masked = self._step("attention_mask", at, scores, self._constant(mask))
-        weights = self._step("attention_weights", at, masked, -1, is_safe=False)
+        self._new_call()
+        weights = self._do(_A._softmax.default, at, masked, -1, False)
         seen = torch.ones(weights.shape)
         if whole.seen is not None:
             seen = whole.seen.float().expand(weights.shape)
@@ -445,8 +445,7 @@ class _Rewriter:
         self._new_call()
         read = tuple(value for value in args if isinstance(value, TensorRef))
         contents = [self._content(value) if isinstance(value, TensorRef) else value for value in args]
-        given = {key: as_argument(value, self._content) for key, value in settings.items()}
-        result = compute_step(name, contents, given)
+        result = STEPS[name](*contents, **settings)
         output = self._named(result, self._new_storage())
         self._numbers[output.id] = result
         if all(map(self._is_of_run, read)):
