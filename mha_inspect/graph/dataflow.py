@@ -175,10 +175,8 @@ class Graph:
         return all(tensor.id in self._from_inputs for tensor in tensors)
 
     def is_activation(self, tensor: TensorRef) -> bool:
-        """Return whether a tensor depends on an input; on a parameter in a script that makes its inputs itself."""
-        if self._from_inputs:
-            return tensor.id in self._from_inputs
-        return tensor.id in self.learned and not self.is_weight(tensor)
+        """Return whether a tensor depends on an input; in a script, which may make its inputs, whether it is no weight."""
+        return self.comes_from_inputs(tensor) or not (self.recording.input_ids or self.is_weight(tensor))
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
         """Return the ids of the forward's inputs that a tensor depends on."""
