@@ -175,7 +175,7 @@ class Graph:
         return all(tensor.id in self._from_inputs for tensor in tensors)
 
     def is_activation(self, tensor: TensorRef) -> bool:
-        """Return whether a tensor depends on an input; in a script, which may make its inputs, whether it is no weight."""
+        """Return whether a tensor depends on an input; in a script, which makes its inputs, whether it is no weight."""
         return self.comes_from_inputs(tensor) or not (self.recording.input_ids or self.is_weight(tensor))
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
