@@ -15,7 +15,7 @@ from torch import nn
 
 from ..graph.attention import Attention
 from ..graph.dataflow import moves
-from ..graph.instances import UnlikeError
+from ..graph.equal_layers import UnlikeError
 from ..graph.products import Joint
 from ..graph.projections import reduction_of
 from ..graph.scores import further_term

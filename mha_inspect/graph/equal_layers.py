@@ -1,0 +1,588 @@
+"""Find equal layers in a recording, leave all but three of them out, and say what each operation is in the others.
+
+Two layers are equal if their operations are: the same names, arguments, layouts and notes, on tensors that belong
+together one by one. Of twelve equal layers the first, the second and the last stay. The second stands for those left
+out: what has a place in its operations has the same place in the operations of each of them.
+
+>>> import torch
+>>> from mha_inspect.record.recorder import Recorder
+>>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+>>> recorder = Recorder(layers)
+>>> with torch.no_grad(), recorder:
+...     _ = layers(torch.randn(2, 4))
+>>> shortened = shortened_of(recorder.finish())
+>>> [op.module for op in shortened.recording.ops if op.does("product")]
+['0', '1', '5']
+>>> [layer.op(shortened.recording.ops[1]).module for layer in shortened.layers_with({1})]
+['1', '2', '3', '4']
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import is_
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..record.ops import Named, Op, Recording, TensorRef
+
+_KEPT = 3
+"""How many layers stay of each stack: the first, one between equal layers, and the last."""
+_SLACK = 8
+"""The last of them may lack one part in so many."""
+_CANDIDATES = 6
+"""How many distances between equal operations are tried as the length of a layer."""
+
+T = TypeVar("T")
+
+
+class UnlikeError(Exception):
+    """A recording cannot be shortened, or something found in it is part of no layer."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers in a row: operations that repeat those `period` before them. The last layer may be cut short."""
+
+    start: int
+    period: int
+    stop: int
+    """Index of the operation after the last layer."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of layers that are left out."""
+        length = self.stop - self.start
+        slack = self.period // _SLACK
+        return max(0, (length + slack) // self.period - _KEPT)
+
+    @property
+    def removed(self) -> range:
+        """Indices of the operations that are left out: those after the second layer, except the last ones."""
+        first = self.start + 2 * self.period
+        return range(first, first + self.left_out * self.period)
+
+    @property
+    def kept(self) -> int:
+        """Number of operations that stay."""
+        return self.stop - self.start - len(self.removed)
+
+    def layers_at(self, index: int) -> range:
+        """Return how many layers later an operation that stays is found again, 0 for itself."""
+        if index < self.start + self.period:
+            return range(1)
+        if index < self.removed.start:
+            return range(self.left_out + 1)
+        return range(self.left_out, self.left_out + 1)
+
+
+def _tensors_of(op: Op) -> tuple[TensorRef, ...]:
+    return op.inputs + op.outputs
+
+
+# -- which operations are equal ---------------------------------------------------------------------------------------
+
+
+def _numbers(recording: Recording) -> list[int]:
+    """Return a number for each operation: equal for the same call with tensors of the same layouts."""
+    numbers: dict[Hashable, int] = {}
+    last_of_call: dict[int, int] = {}
+    result = []
+    for op in recording.ops:
+        in_call = op.index - last_of_call.get(op.call, op.index)
+        last_of_call[op.call] = op.index
+        kernel = None if op.kernel is None else _kernel_of(recording, op.kernel)
+        key = (_call_of(op), in_call, kernel)
+        result.append(numbers.setdefault(key, len(numbers)))
+    return result
+
+
+def _call_of(op: Op) -> Hashable:
+    layouts = [(tensor.shape, tensor.stride, tensor.offset, tensor.dtype) for tensor in _tensors_of(op)]
+    args = None if op.args is op.inputs else without_tensors(op.args)
+    kwargs = [(name, without_tensors(value)) for name, value in op.kwargs.items()]
+    depth = op.module.count("."), len(op.forwards)
+    return op.name, op.kind, op.source, depth, len(op.inputs), tuple(layouts), args, tuple(kwargs)
+
+
+def _kernel_of(recording: Recording, place: int) -> Hashable:
+    """Return what is noted about a kernel, except by how much its steps differ from its result."""
+    kernel = recording.kernels[place]
+    outer = None if kernel.within is None else place - kernel.within
+    return replace(kernel, check=None, within=None), kernel.check is None, outer
+
+
+def without_tensors(value: Any) -> Any:
+    """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([without_tensors(item) for item in value])
+    if kind is TensorRef:
+        return None
+    return (kind, value) if kind in (bool, float) else value
+
+
+class _NextLayer:
+    """Says for each tensor, storage and module of the layers since `start` what it is one layer later."""
+
+    def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int) -> None:
+        self._recording, self._kinds, self._start = recording, kinds, start
+        self._later: dict[Hashable, Hashable] = {}
+        self._earlier: dict[Hashable, Hashable] = {}
+        self._places: tuple[object, ...] = ()
+
+    def has(self, op: Op, later: Op) -> bool:
+        """Return whether an operation with an equal call is this one in the next layer."""
+        places = op.module, op.forwards, later.module, later.forwards
+        if places != self._places:
+            self._places = places
+            if not self._are_places_paired(op, later):
+                return False
+        for left, right in zip(_tensors_of(op), _tensors_of(later), strict=True):
+            if not self._is_tensor_paired(left, right):
+                return False
+        sights = self._recording.sights
+        return not op.outputs or _same_sight(sights.get(op.output.id), sights.get(later.output.id))
+
+    def _are_places_paired(self, op: Op, later: Op) -> bool:
+        modules = zip(_with_parents(op.module), _with_parents(later.module), strict=True)
+        calls = zip(op.forwards, later.forwards, strict=True)
+        pairs = [*modules, *calls]
+        return all(self._is_pair(left, right) for left, right in pairs)
+
+    def _is_pair(self, name: Hashable, later: Hashable) -> bool:
+        """Return whether a name stands for one name of the next layer, and that for no other name."""
+        is_one = self._later.setdefault(name, later) == later
+        return is_one and self._earlier.setdefault(later, name) == name
+
+    def _is_tensor_paired(self, tensor: TensorRef, later: TensorRef) -> bool:
+        known = self._later.get(("tensor", tensor.id))
+        if known is not None:
+            return known == ("tensor", later.id)
+        if not self._is_pair(("tensor", tensor.id), ("tensor", later.id)):
+            return False
+        if not self._is_pair(("storage", tensor.storage), ("storage", later.storage)):
+            return False
+        return tensor.id == later.id or self._is_like(tensor, later)
+
+    def _is_like(self, tensor: TensorRef, later: TensorRef) -> bool:
+        """Return whether two tensors that are paired for the first time are alike by what they are, or by content."""
+        recording = self._recording
+        made = recording.producers.get(later.id)
+        if made is not None:
+            # Tensors that were all made before the layers may be anything.
+            return made >= self._start
+        if tensor.id in recording.producers:
+            return False
+        if self._kinds.get(tensor.id) != self._kinds.get(later.id):
+            return False
+        if recording.scalars.get(tensor.id) != recording.scalars.get(later.id):
+            return False
+        contents = recording.constants.get(tensor.id), recording.constants.get(later.id)
+        return contents[0] is contents[1] or (not _is_on_meta(contents[0]) and same_content(*contents))
+
+
+def _is_on_meta(content: Tensor | None) -> bool:
+    return content is not None and content.is_meta
+
+
+def _kinds_of(recording: Recording) -> dict[int, object]:
+    """Return what tensors from outside the run are, by id: parameters and buffers are alike, inputs are not."""
+    kinds: dict[int, object] = {}
+    for named in recording.parameters:
+        kinds[named.tensor.id] = "parameter"
+    for named in recording.buffers:
+        kinds[named.tensor.id] = "buffer"
+    for named in recording.inputs:
+        kinds[named.tensor.id] = ("input", named.tensor.id)
+    return kinds
+
+
+def _same_sight(left: Any, right: Any) -> bool:
+    """Return whether the same is noted about the weights of two operations."""
+    if left is right:
+        return True
+    if left is None or right is None or left.pairs.keys() != right.pairs.keys():
+        return False
+    if left.blind is not right.blind and not same_content(left.blind, right.blind):
+        return False
+    return all(torch.equal(seen, right.pairs[key]) for key, seen in left.pairs.items())
+
+
+def same_content(left: Tensor | None, right: Tensor | None) -> bool:
+    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers.
+
+    The numbers of a sparse or nested tensor are not compared.
+    """
+    if left is None or right is None:
+        return False
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.is_meta and right.is_meta:
+        return True
+    is_plain = left.layout == right.layout == torch.strided and not left.is_nested and not right.is_nested
+    if not is_plain:
+        return left is right
+    return left.device == right.device and torch.equal(left, right)
+
+
+def _with_parents(path: str) -> tuple[str, ...]:
+    """Return the path of a module with the paths of the modules around it: `blocks`, `blocks.0`, `blocks.0.attn`."""
+    return tuple(accumulate(path.split("."), "{}.{}".format))
+
+
+# -- stacks of equal layers -------------------------------------------------------------------------------------------
+
+
+def _stacks(recording: Recording) -> list[Stack]:
+    """Return the stacks of equal layers that have more layers than stay, without overlaps, in order."""
+    numbers = _numbers(recording)
+    stacks: list[Stack] = []
+    for period in _periods(numbers):
+        for first, last in _repeats(np.array(numbers), period):
+            stacks += _checked(recording, period, first, last)
+    chosen: list[Stack] = []
+    for stack in sorted(stacks, key=lambda stack: (-len(stack.removed), stack.period)):
+        if all(stack.stop <= other.start or other.stop <= stack.start for other in chosen):
+            chosen.append(stack)
+    return sorted(chosen, key=lambda stack: stack.start)
+
+
+def _periods(numbers: Sequence[int]) -> list[int]:
+    """Return the most common distances between equal numbers, the most common first.
+
+    >>> _periods([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8])
+    [3]
+    """
+    distances: Counter[int] = Counter()
+    last: dict[int, int] = {}
+    for place, number in enumerate(numbers):
+        if number in last:
+            distances[place - last[number]] += 1
+        last[number] = place
+    return [period for period, _ in distances.most_common(_CANDIDATES)]
+
+
+def _repeats(numbers: np.ndarray[Any, Any], period: int) -> Iterator[tuple[int, int]]:
+    """Yield where a sequence is followed by itself after `period`, long enough for layers to be left out.
+
+    >>> [*_repeats(np.array([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8]), 3)]
+    [(1, 10)]
+    """
+    last = len(numbers) - period
+    differs = np.flatnonzero(numbers[:last] != numbers[period:])
+    bounds = np.concatenate(([-1], differs, [last]))
+    long_parts = np.flatnonzero(np.diff(bounds) > (_KEPT - 1) * period)
+    for part in long_parts.tolist():
+        before, after = bounds[part : part + 2].tolist()
+        yield before + 1, after
+
+
+def _checked(recording: Recording, period: int, first: int, last: int) -> Iterator[Stack]:
+    """Yield the stacks in a part of a recording that is followed by equal calls after `period`."""
+    kinds = _kinds_of(recording)
+    ops, start = recording.ops, first
+    following = _NextLayer(recording, kinds, start)
+    for index in range(first, last + 1):
+        if index < last and following.has(ops[index], ops[index + period]):
+            continue
+        stack = Stack(start, period, index + period)
+        if stack.left_out:
+            yield stack
+        start = index + 1
+        following = _NextLayer(recording, kinds, start)
+
+
+# -- a shorter recording ----------------------------------------------------------------------------------------------
+
+
+def shortened_of(recording: Recording) -> Shortened | None:
+    """Return a recording without the layers that are equal to others; None if no stack has more than three of them."""
+    stacks = tuple(_stacks(recording))
+    if not stacks:
+        return None
+    try:
+        return _Cut(recording, stacks).shortened()
+    except UnlikeError:
+        return None
+
+
+class _Cut:
+    """Leaves layers out: what read the last of those left out reads the layer before them."""
+
+    def __init__(self, whole: Recording, stacks: tuple[Stack, ...]) -> None:
+        self._whole, self._stacks = whole, stacks
+        self._instead: dict[int, TensorRef] = {}
+        """Id of a tensor that was left out to the one that is read instead."""
+        self._storages: dict[int, int] = {}
+        """The same for the numbers of storages."""
+
+    def shortened(self) -> Shortened:
+        """Return the shortened recording. Raises `UnlikeError` if something after a stack reads one of its middle."""
+        whole = self._whole
+        removed = set[int]()
+        for stack in self._stacks:
+            removed.update(stack.removed)
+            self._join(stack)
+        kept = [index for index in range(len(whole.ops)) if index not in removed]
+        places = {index: place for place, index in enumerate(kept)}
+        ops = tuple([self._op(whole.ops[index], place) for index, place in places.items()])
+        recording = replace(
+            whole,
+            ops=ops,
+            producers={number: places[index] for number, index in whole.producers.items() if index in places},
+            parameters=_used(whole.parameters, ops),
+            buffers=_used(whole.buffers, ops),
+            outputs=tuple([replace(named, tensor=self._returned(named.tensor)) for named in whole.outputs]),
+            joins={},
+        )
+        return Shortened(whole, recording, self._stacks, kept, places, self._restored(kept))
+
+    def _returned(self, tensor: TensorRef) -> TensorRef:
+        """Return what stays for a tensor that is returned: that of the second layer for one that was left out.
+
+        Raises `UnlikeError` if it is no result of an operation as it is.
+        """
+        made = self._whole.producers.get(tensor.id)
+        for stack in self._stacks:
+            if made is not None and made in stack.removed:
+                op = self._whole.ops[made]
+                stays = self._whole.ops[stack.start + stack.period + (made - stack.start) % stack.period]
+                return _same_output(tensor, op, stays)
+        return tensor
+
+    def _join(self, stack: Stack) -> None:
+        """Let the last layer read the layer that stays before it."""
+        ops = self._whole.ops
+        for index in range(stack.removed.stop, stack.stop):
+            like = ops[index - len(stack.removed)]
+            for tensor, instead in zip(_tensors_of(ops[index]), _tensors_of(like), strict=True):
+                if self._is_removed(tensor):
+                    self._instead[tensor.id] = instead
+                    self._storages[tensor.storage] = instead.storage
+
+    def _is_removed(self, tensor: TensorRef) -> bool:
+        """Return whether an operation that is left out made a tensor."""
+        made = self._whole.producers.get(tensor.id)
+        return made is not None and any(made in stack.removed for stack in self._stacks)
+
+    def _op(self, op: Op, index: int) -> Op:
+        """Return an operation at another index, with the tensors that stay."""
+        if op.index == index:
+            return op
+        tensors = [self._tensor(tensor) for tensor in _tensors_of(op)]
+        if all(map(is_, tensors, _tensors_of(op))):
+            return replace(op, index=index)
+        inputs = tuple(tensors[: len(op.inputs)])
+        args = inputs if op.args is op.inputs else self._argument(op.args)
+        kwargs = {name: self._argument(value) for name, value in op.kwargs.items()}
+        outputs = tuple(tensors[len(op.inputs) :])
+        return replace(op, index=index, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
+
+    def _argument(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._argument, value))
+        return self._tensor(value) if type(value) is TensorRef else value
+
+    def _tensor(self, tensor: TensorRef) -> TensorRef:
+        instead = self._instead.get(tensor.id)
+        if instead is not None:
+            return instead
+        if self._is_removed(tensor):
+            raise UnlikeError
+        storage = self._storages.get(tensor.storage, tensor.storage)
+        return tensor if storage == tensor.storage else replace(tensor, storage=storage)
+
+    def _restored(self, kept: Iterable[int]) -> dict[int, TensorRef]:
+        """Return the tensors that are read outside of all stacks, by the ids of those that stand for them."""
+        read: dict[int, TensorRef] = {}
+        for index in kept:
+            if any(stack.start <= index < stack.stop for stack in self._stacks):
+                continue
+            for tensor in self._whole.ops[index].inputs:
+                short = self._instead.get(tensor.id, tensor)
+                if read.setdefault(short.id, tensor).id != tensor.id:
+                    raise UnlikeError
+        return {number: tensor for number, tensor in read.items() if tensor.id != number}
+
+
+def _same_output(tensor: TensorRef, op: Op, like: Op) -> TensorRef:
+    """Return the output of an equal operation in the place of an output of `op`. Raises `UnlikeError` if it is none."""
+    for output, other in zip(op.outputs, like.outputs, strict=True):
+        if output.id == tensor.id:
+            return other
+    raise UnlikeError
+
+
+def _used(every: tuple[Named, ...], ops: Sequence[Op]) -> tuple[Named, ...]:
+    """Return the parameters or buffers that operations read, or of which they read a view."""
+    storages = set[int]()
+    for op in ops:
+        storages.update(tensor.storage for tensor in op.inputs)
+    return tuple(named for named in every if named.tensor.storage in storages)
+
+
+@dataclass(frozen=True, eq=False)
+class Shortened:
+    """A recording without the layers that are equal to others, and where what stays was in the whole one."""
+
+    whole: Recording
+    recording: Recording
+    """The recording with three layers of each stack."""
+    stacks: tuple[Stack, ...]
+    """The stacks of equal layers in `whole`, in order."""
+    kept: Sequence[int]
+    """The index in the whole recording of each operation that stays."""
+    places: Mapping[int, int]
+    """The reverse of `kept`."""
+    restored: Mapping[int, TensorRef]
+    """Id of a tensor to the one that it stands for outside of all stacks."""
+
+    def layers_with(self, anchors: Iterable[int]) -> list[Layer]:
+        """Return the layers in which these operations of the short recording are found again, the first one first.
+
+        Raises `UnlikeError` if the operations belong to several layers.
+        """
+        places = {self._place(self.kept[anchor]) for anchor in anchors}
+        if len(places) != 1:
+            raise UnlikeError
+        ((stack, later),) = places
+        return [Layer(self, stack, number) for number in later]
+
+    def _place(self, index: int) -> tuple[Stack | None, range]:
+        for stack in self.stacks:
+            if stack.start <= index < stack.stop:
+                return stack, stack.layers_at(index)
+        return None, range(1)
+
+    def ops_of(self, stack: Stack | None) -> Sequence[Op]:
+        """Return the operations of the layers that stay of a stack; none outside of all stacks."""
+        if stack is None:
+            return ()
+        start = self.places[stack.start]
+        return self.recording.ops[start : start + stack.kept]
+
+    @cached_property
+    def mentions(self) -> dict[Stack, dict[int | str, tuple[int, int]]]:
+        """By stack, the id of each tensor and the path of each module to its first operation, and its place there."""
+        mentions: dict[Stack, dict[int | str, tuple[int, int]]] = {}
+        for stack in self.stacks:
+            first: dict[int | str, tuple[int, int]] = {}
+            for op in self.ops_of(stack):
+                for place, tensor in enumerate(_tensors_of(op)):
+                    first.setdefault(tensor.id, (op.index, place))
+                for depth, path in enumerate(_with_parents(op.module)):
+                    first.setdefault(path, (op.index, depth))
+            mentions[stack] = first
+        return mentions
+
+    @cached_property
+    def parameters(self) -> dict[str, TensorRef]:
+        """The parameters by name."""
+        return {named.name: named.tensor for named in self.recording.parameters}
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What operations of a shortened recording are in the whole one, so many layers later in their stack."""
+
+    shortened: Shortened
+    stack: Stack | None
+    """None for operations outside of all stacks."""
+    later: int
+
+    def op(self, op: Op) -> Op:
+        """Return the operation of the whole recording."""
+        return self._op_at(op.index)
+
+    def _op_at(self, place: int) -> Op:
+        whole, stack, index = self.shortened.whole, self.stack, self.shortened.kept[place]
+        if stack is None or not stack.start <= index < stack.stop:
+            return whole.ops[index]
+        since = place - self.shortened.places[stack.start]
+        return whole.ops[stack.start + since + self.later * stack.period]
+
+    @property
+    def _mentions(self) -> Mapping[int | str, tuple[int, int]]:
+        return {} if self.stack is None else self.shortened.mentions[self.stack]
+
+    def tensor(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor of the whole recording. Raises `UnlikeError` for a tensor that is only put together."""
+        if tensor.id < 0:
+            raise UnlikeError
+        mention = self._mentions.get(tensor.id)
+        if mention is None:
+            return self.shortened.restored.get(tensor.id, tensor)
+        index, place = mention
+        return _tensors_of(self._op_at(index))[place]
+
+    def module(self, path: str) -> str:
+        """Return the path of the module in the whole recording."""
+        mention = self._mentions.get(path)
+        if mention is None:
+            return path
+        index, depth = mention
+        return _with_parents(self._op_at(index).module)[depth]
+
+    def parameter(self, name: str) -> str:
+        """Return the name of the parameter in the whole recording. Raises `UnlikeError` if no operation reads it."""
+        tensor = self.shortened.parameters[name]
+        if self.stack is not None and tensor.id not in self._mentions:
+            raise UnlikeError
+        return self.shortened.whole.parameter_names[self.tensor(tensor).id]
+
+    def has_same(self, tensors: Iterable[TensorRef], *contents: Mapping[int, Tensor]) -> bool:
+        """Return whether tensors of the short recording have the same content here, as far as it is known."""
+        for tensor in tensors:
+            like = self.tensor(tensor)
+            for content in contents:
+                left, right = content.get(tensor.id), content.get(like.id)
+                if left is not right and not same_content(left, right):
+                    return False
+        return True
+
+    def has_same_tables(self) -> bool:
+        """Return whether the integers and booleans whose numbers were kept have the same numbers in this layer."""
+        kept = self.shortened.whole.values
+        tables: dict[int, TensorRef] = {}
+        for op in self.shortened.ops_of(self.stack):
+            for tensor in _tensors_of(op):
+                if tensor.id in kept and tensor.dtype.startswith(("int", "uint", "bool")):
+                    tables[tensor.id] = tensor
+        return self.has_same(tables.values(), kept)
+
+    def of(self, value: T) -> T:
+        """Return plain data with its operations, its tensors, and the paths in fields `module` of this layer."""
+        found: Any = self._of(value)
+        return found  # type: ignore[no-any-return]  # of the type of what was given
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, Op):
+            return self.op(value)
+        if isinstance(value, TensorRef):
+            return self.tensor(value)
+        if isinstance(value, Mapping):
+            return {key: self._of(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            items = [self._of(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        return self._of_fields(value)
+
+    def _of_fields(self, value: Any) -> Any:
+        """Return a dataclass with its fields translated; the same object if nothing in them changes."""
+        changes = {}
+        for field in fields(value):
+            before = getattr(value, field.name)
+            after = self.module(before) if field.name == "module" else self._of(before)
+            if after is not before:
+                changes[field.name] = after
+        return replace(value, **changes) if changes else value
