@@ -531,12 +531,13 @@ class Layer:
         index, depth = mention
         return _with_parents(self._op_at(index).module)[depth]
 
-    def parameter(self, name: str) -> str:
-        """Return the name of the parameter in the whole recording. Raises `UnlikeError` if no operation reads it."""
+    def parameter(self, name: str) -> Named:
+        """Return the parameter of the whole recording. Raises `UnlikeError` if no operation of the layers reads it."""
         tensor = self.shortened.parameters[name]
         if self.stack is not None and tensor.id not in self._mentions:
             raise UnlikeError
-        return self.shortened.whole.parameter_names[self.tensor(tensor).id]
+        tensor = self.tensor(tensor)
+        return Named(self.shortened.whole.parameter_names[tensor.id], tensor)
 
     def has_same(self, tensors: Iterable[TensorRef], *contents: Mapping[int, Tensor]) -> bool:
         """Return whether tensors of the short recording have the same content here, as far as it is known."""

@@ -42,17 +42,6 @@ class Instance:
         """Return what was found of the distinct attention, with the operations, tensors and modules of this one."""
         return value if self.layer is None else self.layer.of(value)
 
-    def parameter(self, name: str) -> str:
-        """Return the name of the parameter that is used as this one of the distinct attention.
-
-        Raises `UnlikeError` if no operation reads it as it is.
-        """
-        return name if self.layer is None else self.layer.parameter(name)
-
-    def has_same_tables(self) -> bool:
-        """Return whether integers and booleans that were kept are those of the distinct attention."""
-        return self.layer is None or self.layer.has_same_tables()
-
 
 @dataclass(frozen=True)
 class Distinct:
@@ -208,6 +197,30 @@ class NamedRun:
         distinct = self.distinct
         facts = [read(distinct.run, *named) for named in distinct.run.attentions]
         return [instance.of(facts[instance.place]) for instance in distinct.instances]
+
+    def read_parameters(
+        self,
+        read: Callable[[NamedRun, int], T],
+        of_layer: Callable[[T, Layer], T],
+    ) -> list[T]:
+        """Return what `read` finds in the parameters of each attention, by its number; in equal ones once.
+
+        `of_layer` returns the same with the parameters of another layer. Attentions that pick by other tables, or that
+        view parameters outside of the run, are read themselves.
+        """
+        distinct = self.distinct
+        once = [read(distinct.run, place) for place in range(len(distinct.run.attentions))]
+        found: list[T] = []
+        for place, instance in enumerate(distinct.instances):
+            layer = instance.layer
+            if layer is None:
+                found.append(once[instance.place])
+                continue
+            try:
+                found.append(of_layer(once[instance.place], layer) if layer.has_same_tables() else read(self, place))
+            except UnlikeError:
+                found.append(read(self, place))
+        return found
 
     def beside(self, wider: NamedRun | None) -> Self:
         """Return this run with a wider run for the names of axes; cached results stay."""
