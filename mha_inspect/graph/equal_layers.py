@@ -91,32 +91,13 @@ def _tensors_of(op: Op) -> tuple[TensorRef, ...]:
 
 
 def _numbers(recording: Recording) -> list[int]:
-    """Return a number for each operation: equal for the same call with tensors of the same layouts."""
+    """Return a number for each operation; only operations with one number may be equal."""
     numbers: dict[Hashable, int] = {}
-    last_of_call: dict[int, int] = {}
     result = []
     for op in recording.ops:
-        in_call = op.index - last_of_call.get(op.call, op.index)
-        last_of_call[op.call] = op.index
-        kernel = None if op.kernel is None else _kernel_of(recording, op.kernel)
-        key = (_call_of(op), in_call, kernel)
-        result.append(numbers.setdefault(key, len(numbers)))
+        sizes = op.outputs[0].shape if op.outputs else None
+        result.append(numbers.setdefault((op.name, op.source, sizes), len(numbers)))
     return result
-
-
-def _call_of(op: Op) -> Hashable:
-    layouts = [(tensor.shape, tensor.stride, tensor.offset, tensor.dtype) for tensor in _tensors_of(op)]
-    args = None if op.args is op.inputs else without_tensors(op.args)
-    kwargs = [(name, without_tensors(value)) for name, value in op.kwargs.items()]
-    depth = op.module.count("."), len(op.forwards)
-    return op.name, op.kind, op.source, depth, len(op.inputs), tuple(layouts), args, tuple(kwargs)
-
-
-def _kernel_of(recording: Recording, place: int) -> Hashable:
-    """Return what is noted about a kernel, except by how much its steps differ from its result."""
-    kernel = recording.kernels[place]
-    outer = None if kernel.within is None else place - kernel.within
-    return replace(kernel, check=None, within=None), kernel.check is None, outer
 
 
 def without_tensors(value: Any) -> Any:
@@ -129,51 +110,70 @@ def without_tensors(value: Any) -> Any:
     return (kind, value) if kind in (bool, float) else value
 
 
+class _Pairs:
+    """Names of one layer and those of the next one, one by one."""
+
+    def __init__(self) -> None:
+        self.later: dict[Hashable, Hashable] = {}
+        self._earlier: dict[Hashable, Hashable] = {}
+
+    def have(self, name: Hashable, later: Hashable) -> bool:
+        """Return whether a name is paired with one of the next layer, or both are new, and are paired now."""
+        is_one = self.later.setdefault(name, later) == later
+        return is_one and self._earlier.setdefault(later, name) == name
+
+
 class _NextLayer:
-    """Says for each tensor, storage and module of the layers since `start` what it is one layer later."""
+    """Says of operations since `start` which ones they are in the next layer."""
 
     def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int) -> None:
         self._recording, self._kinds, self._start = recording, kinds, start
-        self._later: dict[Hashable, Hashable] = {}
-        self._earlier: dict[Hashable, Hashable] = {}
-        self._places: tuple[object, ...] = ()
+        self._tensors, self._storages = _Pairs(), _Pairs()
+        self._calls, self._places = _Pairs(), _Pairs()
+        self._place: tuple[object, ...] = ()
 
     def has(self, op: Op, later: Op) -> bool:
-        """Return whether an operation with an equal call is this one in the next layer."""
-        places = op.module, op.forwards, later.module, later.forwards
-        if places != self._places:
-            self._places = places
-            if not self._are_places_paired(op, later):
+        """Return whether an operation of the same name and line is this one in the next layer."""
+        place = op.module, op.forwards, op.kernel, later.module, later.forwards, later.kernel
+        if place != self._place:
+            self._place = place
+            if not self._is_in_same_place(op, later):
                 return False
-        for left, right in zip(_tensors_of(op), _tensors_of(later), strict=True):
-            if not self._is_tensor_paired(left, right):
+        if not self._calls.have(op.call, later.call) or not _have_same_arguments(op, later):
+            return False
+        known = self._tensors.later
+        for tensor, like in zip(_tensors_of(op), _tensors_of(later), strict=True):
+            if known.get(tensor.id) != like.id and not self._is_new_pair(tensor, like):
                 return False
         sights = self._recording.sights
         return not op.outputs or _same_sight(sights.get(op.output.id), sights.get(later.output.id))
 
-    def _are_places_paired(self, op: Op, later: Op) -> bool:
-        modules = zip(_with_parents(op.module), _with_parents(later.module), strict=True)
-        calls = zip(op.forwards, later.forwards, strict=True)
-        pairs = [*modules, *calls]
-        return all(self._is_pair(left, right) for left, right in pairs)
-
-    def _is_pair(self, name: Hashable, later: Hashable) -> bool:
-        """Return whether a name stands for one name of the next layer, and that for no other name."""
-        is_one = self._later.setdefault(name, later) == later
-        return is_one and self._earlier.setdefault(later, name) == name
-
-    def _is_tensor_paired(self, tensor: TensorRef, later: TensorRef) -> bool:
-        known = self._later.get(("tensor", tensor.id))
-        if known is not None:
-            return known == ("tensor", later.id)
-        if not self._is_pair(("tensor", tensor.id), ("tensor", later.id)):
+    def _is_in_same_place(self, op: Op, later: Op) -> bool:
+        """Return whether the modules around an operation, and its kernel, are those of the other in the next layer."""
+        paths, like = _with_parents(op.module), _with_parents(later.module)
+        if len(paths) != len(like) or len(op.forwards) != len(later.forwards):
             return False
-        if not self._is_pair(("storage", tensor.storage), ("storage", later.storage)):
+        pairs = zip((*paths, *op.forwards), (*like, *later.forwards), strict=True)
+        if not all(self._places.have(*pair) for pair in pairs):
+            return False
+        if op.kernel is None or later.kernel is None:
+            return op.kernel is later.kernel
+        kernel, other = self._recording.kernels[op.kernel], self._recording.kernels[later.kernel]
+        if (kernel.check is None, kernel.within is None) != (other.check is None, other.within is None):
+            return False
+        return replace(kernel, check=None, within=None) == replace(other, check=None, within=None)
+
+    def _is_new_pair(self, tensor: TensorRef, later: TensorRef) -> bool:
+        """Return whether two tensors of one layout are not paired yet, and are alike by content or by what they are."""
+        if tensor.shape != later.shape or tensor.stride != later.stride:
+            return False
+        if tensor.offset != later.offset or tensor.dtype != later.dtype:
+            return False
+        if not self._tensors.have(tensor.id, later.id) or not self._storages.have(tensor.storage, later.storage):
             return False
         return tensor.id == later.id or self._is_like(tensor, later)
 
     def _is_like(self, tensor: TensorRef, later: TensorRef) -> bool:
-        """Return whether two tensors that are paired for the first time are alike by what they are, or by content."""
         recording = self._recording
         made = recording.producers.get(later.id)
         if made is not None:
@@ -185,8 +185,34 @@ class _NextLayer:
             return False
         if recording.scalars.get(tensor.id) != recording.scalars.get(later.id):
             return False
-        contents = recording.constants.get(tensor.id), recording.constants.get(later.id)
-        return contents[0] is contents[1] or (not _is_on_meta(contents[0]) and same_content(*contents))
+        left, right = recording.constants.get(tensor.id), recording.constants.get(later.id)
+        return left is right or (not _is_on_meta(left) and same_content(left, right))
+
+
+def _have_same_arguments(op: Op, later: Op) -> bool:
+    """Return whether operations of one name read and return as many tensors, with the same other arguments."""
+    if op.kind != later.kind or len(op.outputs) != len(later.outputs) or len(op.inputs) != len(later.inputs):
+        return False
+    if op.args is not op.inputs and not _are_same(op.args, later.args):
+        return False
+    if not op.kwargs and not later.kwargs:
+        return True
+    return _are_same(tuple(op.kwargs.items()), tuple(later.kwargs.items()))
+
+
+def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Return whether arguments have the same numbers, of the same types, and tensors in the same places."""
+    if len(left) != len(right):
+        return False
+    for value, other in zip(left, right, strict=True):
+        kind = type(value)
+        if kind is not type(other):  # 1 == 1.0 == True
+            return False
+        if kind is tuple and not _are_same(value, other):
+            return False
+        if kind not in (tuple, TensorRef) and value != other:
+            return False
+    return True
 
 
 def _is_on_meta(content: Tensor | None) -> bool:
@@ -243,11 +269,12 @@ def _with_parents(path: str) -> tuple[str, ...]:
 
 def _stacks(recording: Recording) -> list[Stack]:
     """Return the stacks of equal layers that have more layers than stay, without overlaps, in order."""
-    numbers = _numbers(recording)
+    numbers, kinds = _numbers(recording), _kinds_of(recording)
     stacks: list[Stack] = []
     for period in _periods(numbers):
         for first, last in _repeats(np.array(numbers), period):
-            stacks += _checked(recording, period, first, last)
+            if not any(stack.start <= first and last + period <= stack.stop for stack in stacks):
+                stacks += _checked(recording, kinds, period, range(first, last))
     chosen: list[Stack] = []
     for stack in sorted(stacks, key=lambda stack: (-len(stack.removed), stack.period)):
         if all(stack.stop <= other.start or other.stop <= stack.start for other in chosen):
@@ -285,13 +312,12 @@ def _repeats(numbers: np.ndarray[Any, Any], period: int) -> Iterator[tuple[int, 
         yield before + 1, after
 
 
-def _checked(recording: Recording, period: int, first: int, last: int) -> Iterator[Stack]:
-    """Yield the stacks in a part of a recording that is followed by equal calls after `period`."""
-    kinds = _kinds_of(recording)
-    ops, start = recording.ops, first
+def _checked(recording: Recording, kinds: Mapping[int, object], period: int, indices: range) -> Iterator[Stack]:
+    """Yield the stacks in a part of a recording whose operations may be equal to those `period` later."""
+    ops, start = recording.ops, indices.start
     following = _NextLayer(recording, kinds, start)
-    for index in range(first, last + 1):
-        if index < last and following.has(ops[index], ops[index + period]):
+    for index in (*indices, indices.stop):
+        if index in indices and following.has(ops[index], ops[index + period]):
             continue
         stack = Stack(start, period, index + period)
         if stack.left_out:
