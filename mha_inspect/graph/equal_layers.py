@@ -100,16 +100,6 @@ def _numbers(recording: Recording) -> list[int]:
     return result
 
 
-def without_tensors(value: Any) -> Any:
-    """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([without_tensors(item) for item in value])
-    if kind is TensorRef:
-        return None
-    return (kind, value) if kind in (bool, float) else value
-
-
 class _Pairs:
     """Names of one layer and those of the next one, one by one."""
 
@@ -126,8 +116,9 @@ class _Pairs:
 class _NextLayer:
     """Says of operations since `start` which ones they are in the next layer."""
 
-    def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int) -> None:
-        self._recording, self._kinds, self._start = recording, kinds, start
+    def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int, period: int) -> None:
+        self._recording, self._kinds = recording, kinds
+        self._start, self._second = start, start + period
         self._tensors, self._storages = _Pairs(), _Pairs()
         self._calls, self._places = _Pairs(), _Pairs()
         self._place: tuple[object, ...] = ()
@@ -143,7 +134,7 @@ class _NextLayer:
             return False
         known = self._tensors.later
         for tensor, like in zip(_tensors_of(op), _tensors_of(later), strict=True):
-            if known.get(tensor.id) != like.id and not self._is_new_pair(tensor, like):
+            if known.get(tensor.id) != like.id and not self._is_new_pair(op, tensor, like):
                 return False
         sights = self._recording.sights
         return not op.outputs or _same_sight(sights.get(op.output.id), sights.get(later.output.id))
@@ -163,7 +154,7 @@ class _NextLayer:
             return False
         return replace(kernel, check=None, within=None) == replace(other, check=None, within=None)
 
-    def _is_new_pair(self, tensor: TensorRef, later: TensorRef) -> bool:
+    def _is_new_pair(self, op: Op, tensor: TensorRef, later: TensorRef) -> bool:
         """Return whether two tensors of one layout are not paired yet, and are alike by content or by what they are."""
         if tensor.shape != later.shape or tensor.stride != later.stride:
             return False
@@ -171,14 +162,14 @@ class _NextLayer:
             return False
         if not self._tensors.have(tensor.id, later.id) or not self._storages.have(tensor.storage, later.storage):
             return False
-        return tensor.id == later.id or self._is_like(tensor, later)
+        return tensor.id == later.id or self._is_like(op, tensor, later)
 
-    def _is_like(self, tensor: TensorRef, later: TensorRef) -> bool:
+    def _is_like(self, op: Op, tensor: TensorRef, later: TensorRef) -> bool:
         recording = self._recording
         made = recording.producers.get(later.id)
         if made is not None:
-            # Tensors that were all made before the layers may be anything.
-            return made >= self._start
+            # The first layer alone reads what was made before the layers as others read the layer before them.
+            return made >= (self._start if op.index < self._second else self._second)
         if tensor.id in recording.producers:
             return False
         if self._kinds.get(tensor.id) != self._kinds.get(later.id):
@@ -315,7 +306,7 @@ def _repeats(numbers: np.ndarray[Any, Any], period: int) -> Iterator[tuple[int, 
 def _checked(recording: Recording, kinds: Mapping[int, object], period: int, indices: range) -> Iterator[Stack]:
     """Yield the stacks in a part of a recording whose operations may be equal to those `period` later."""
     ops, start = recording.ops, indices.start
-    following = _NextLayer(recording, kinds, start)
+    following = _NextLayer(recording, kinds, start, period)
     for index in (*indices, indices.stop):
         if index in indices and following.has(ops[index], ops[index + period]):
             continue
@@ -323,7 +314,7 @@ def _checked(recording: Recording, kinds: Mapping[int, object], period: int, ind
         if stack.left_out:
             yield stack
         start = index + 1
-        following = _NextLayer(recording, kinds, start)
+        following = _NextLayer(recording, kinds, start, period)
 
 
 # -- a shorter recording ----------------------------------------------------------------------------------------------
