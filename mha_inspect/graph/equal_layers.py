@@ -587,9 +587,12 @@ class Layer:
         if isinstance(value, TensorRef):
             return self.tensor(value)
         if isinstance(value, Mapping):
-            return {key: self._of(item) for key, item in value.items()}
+            found = {key: self._of(item) for key, item in value.items()}
+            return value if all(map(is_, found.values(), value.values())) else found
         if isinstance(value, tuple):
             items = [self._of(item) for item in value]
+            if all(map(is_, items, value)):
+                return value
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not is_dataclass(value) or isinstance(value, type):
             return value
