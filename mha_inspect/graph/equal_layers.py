@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..record.ops import Named, Op, Recording, TensorRef
+from ..record.sight import Sight
 
 _KEPT = 3
 """How many layers stay of each stack: the first, one between equal layers, and the last."""
@@ -93,11 +94,34 @@ def _tensors_of(op: Op) -> tuple[TensorRef, ...]:
 def _numbers(recording: Recording) -> list[int]:
     """Return a number for each operation; only operations with one number may be equal."""
     numbers: dict[Hashable, int] = {}
+    sights: list[Sight] = []
     result = []
     for op in recording.ops:
         sizes = op.outputs[0].shape if op.outputs else None
-        result.append(numbers.setdefault((op.name, op.source, sizes), len(numbers)))
+        args = None if op.args is op.inputs else without_tensors(op.args)
+        sight = recording.sights.get(op.outputs[0].id) if op.outputs else None
+        key = (op.name, op.source, sizes, args, None if sight is None else _number_of(sight, sights))
+        result.append(numbers.setdefault(key, len(numbers)))
     return result
+
+
+def _number_of(sight: Sight, before: list[Sight]) -> int:
+    """Return the place of an equal note about weights among those before, at which it is added if it is new."""
+    for number, like in enumerate(before):
+        if _same_sight(sight, like):
+            return number
+    before.append(sight)
+    return len(before) - 1
+
+
+def without_tensors(value: Any) -> Any:
+    """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([without_tensors(item) for item in value])
+    if kind is TensorRef:
+        return None
+    return (kind, value) if kind in (bool, float) else value
 
 
 class _Pairs:
@@ -124,20 +148,19 @@ class _NextLayer:
         self._place: tuple[object, ...] = ()
 
     def has(self, op: Op, later: Op) -> bool:
-        """Return whether an operation of the same name and line is this one in the next layer."""
+        """Return whether an operation with the same number is this one in the next layer."""
         place = op.module, op.forwards, op.kernel, later.module, later.forwards, later.kernel
         if place != self._place:
             self._place = place
             if not self._is_in_same_place(op, later):
                 return False
-        if not self._calls.have(op.call, later.call) or not _have_same_arguments(op, later):
+        if not self._calls.have(op.call, later.call) or not _are_like_calls(op, later):
             return False
         known = self._tensors.later
         for tensor, like in zip(_tensors_of(op), _tensors_of(later), strict=True):
             if known.get(tensor.id) != like.id and not self._is_new_pair(op, tensor, like):
                 return False
-        sights = self._recording.sights
-        return not op.outputs or _same_sight(sights.get(op.output.id), sights.get(later.output.id))
+        return True
 
     def _is_in_same_place(self, op: Op, later: Op) -> bool:
         """Return whether the modules around an operation, and its kernel, are those of the other in the next layer."""
@@ -180,30 +203,14 @@ class _NextLayer:
         return left is right or (not _is_on_meta(left) and same_content(left, right))
 
 
-def _have_same_arguments(op: Op, later: Op) -> bool:
-    """Return whether operations of one name read and return as many tensors, with the same other arguments."""
+def _are_like_calls(op: Op, later: Op) -> bool:
+    """Return whether operations with one number read and return as many tensors, with the same named arguments."""
     if op.kind != later.kind or len(op.outputs) != len(later.outputs) or len(op.inputs) != len(later.inputs):
-        return False
-    if op.args is not op.inputs and not _are_same(op.args, later.args):
         return False
     if not op.kwargs and not later.kwargs:
         return True
-    return _are_same(tuple(op.kwargs.items()), tuple(later.kwargs.items()))
-
-
-def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Return whether arguments have the same numbers, of the same types, and tensors in the same places."""
-    if len(left) != len(right):
-        return False
-    for value, other in zip(left, right, strict=True):
-        kind = type(value)
-        if kind is not type(other):  # 1 == 1.0 == True
-            return False
-        if kind is tuple and not _are_same(value, other):
-            return False
-        if kind not in (tuple, TensorRef) and value != other:
-            return False
-    return True
+    left, right = (without_tensors(tuple(named.kwargs.items())) for named in (op, later))
+    return bool(left == right)
 
 
 def _is_on_meta(content: Tensor | None) -> bool:
@@ -222,11 +229,11 @@ def _kinds_of(recording: Recording) -> dict[int, object]:
     return kinds
 
 
-def _same_sight(left: Any, right: Any) -> bool:
+def _same_sight(left: Sight, right: Sight) -> bool:
     """Return whether the same is noted about the weights of two operations."""
     if left is right:
         return True
-    if left is None or right is None or left.pairs.keys() != right.pairs.keys():
+    if left.pairs.keys() != right.pairs.keys():
         return False
     if left.blind is not right.blind and not same_content(left.blind, right.blind):
         return False
@@ -274,16 +281,18 @@ def _stacks(recording: Recording) -> list[Stack]:
 
 
 def _periods(numbers: Sequence[int]) -> list[int]:
-    """Return the most common distances between equal numbers, the most common first.
+    """Return the most common distances between equal numbers, the most common first; rare numbers weigh more.
 
     >>> _periods([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8])
     [3]
     """
+    counts = Counter(numbers)
     distances: Counter[int] = Counter()
     last: dict[int, int] = {}
     for place, number in enumerate(numbers):
         if number in last:
-            distances[place - last[number]] += 1
+            # A loop in a layer repeats its operations more often than the layers do.
+            distances[place - last[number]] += len(numbers) // counts[number]
         last[number] = place
     return [period for period, _ in distances.most_common(_CANDIDATES)]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...graph.dataflow import made_of
-from ...graph.equal_layers import same_content
+from ...graph.equal_layers import same_content, without_tensors
 from ...naming.axes import AxisNames
 from ...record.ops import Op, Recording, TensorRef
 from ...running.subject import Run
@@ -222,15 +221,5 @@ def _arguments(op: Op) -> object:
     """Return the arguments of an operation that are no tensors."""
     named = []
     for name, value in op.kwargs.items():
-        named.append((name, _without_tensors(value)))
-    return _without_tensors(op.args), tuple(named)
-
-
-def _without_tensors(value: Any) -> Any:
-    """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([_without_tensors(item) for item in value])
-    if kind is TensorRef:
-        return None
-    return (kind, value) if kind in (bool, float) else value
+        named.append((name, without_tensors(value)))
+    return without_tensors(op.args), tuple(named)
