@@ -310,9 +310,9 @@ def _facts_of(run: Run, leaves: Mapping[int, Tensor]) -> list[_Facts]:
     facts = []
     for (attention, names), instance in zip(run.attentions, distinct.instances, strict=True):
         of_first = once[instance.place]
-        translation = instance.translation
-        is_shared = translation is None  # it is the first of its equals
-        if translation is not None and reader.are_alike(translation):
+        layer = instance.layer
+        is_shared = layer is None  # no layers are equal
+        if layer is not None and reader.read_the_same_in(layer):
             is_shared = not of_first.names_parameters
         if is_shared:
             facts.append(of_first)

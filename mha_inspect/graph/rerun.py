@@ -14,8 +14,8 @@ from ..record.arguments import tensors_in
 from ..record.kernels import STEPS
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
+from .equal_layers import Layer
 from .ids import any_in, ids_of, in_order
-from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
 """Tensors with more elements are not computed again."""
@@ -297,20 +297,9 @@ class Constants:
         for op in _behind(self._recording, ends, tensor)[:-1]:
             self.value(op.output)
 
-    def are_alike(self, translation: Translation) -> bool:
-        """Return whether everything that was read so far has the same content where a translation leads."""
-        tensors = self._read.values()
-        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in tensors)
-
-    def _has_content_of(self, tensor: TensorRef, like: TensorRef) -> bool:
-        if tensor.id == like.id:
-            return True
-        for contents in (self._recording.values, self._leaves):
-            left = contents.get(tensor.id)
-            right = contents.get(like.id)
-            if left is not right and not same_content(left, right):
-                return False
-        return True
+    def are_in(self, layer: Layer) -> bool:
+        """Return whether everything that was read so far has the same content in an equal layer."""
+        return layer.has_same(self._read.values(), self._recording.values, self._leaves)
 
     def _computed(self, tensor: TensorRef) -> Tensor:
         value = self.value(tensor)

@@ -180,13 +180,6 @@ class AxisNames:
         names._stages = {**self._stages, **stages}
         return names
 
-    def translated(self, attention: Attention, dimensions: DimensionsOf) -> AxisNames:
-        """Return the names of an equal attention, with the dimensions of its tensors."""
-        names = copy.copy(self)
-        names._attention = attention
-        names._dimensions = dimensions
-        return names
-
     def of(self, tensor: TensorRef, side: str = "") -> str:
         """Return the axes of any other tensor of this attention, e.g. of the returned weights, or of a `k` or `v`."""
         output = self._attention.stages.get("output")

@@ -15,13 +15,13 @@ from torch import nn
 
 from ..graph.attention import Attention
 from ..graph.dataflow import moves
-from ..graph.instances import UnlikeError
+from ..graph.equal_layers import Layer
 from ..graph.projections import reduction_of
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_at
+from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_in
 from .pattern import dims_of, in_words
 from .placement import Placement, are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
@@ -111,7 +111,7 @@ def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
     uses it, e.g. of a table of positions.
     """
     in_attentions: dict[str, list[ParameterRole]] = {}
-    for of_attention in _roles_by_attention(run):
+    for of_attention in run.read_parameters(_roles_in, _in_layer):
         for name, role in of_attention.items():
             in_attentions.setdefault(name, []).append(role)
     roles = {name: _joined_role(of_name) for name, of_name in in_attentions.items()}
@@ -130,32 +130,18 @@ def _joined_role(roles: Sequence[ParameterRole]) -> ParameterRole:
     return replace(detailed, text="; ".join(texts))
 
 
-def _roles_by_attention(run: NamedRun) -> Iterator[dict[str, ParameterRole]]:
-    """Yield for each attention the roles of its parameters, by name; those of equal layers are read once."""
-    distinct = run.distinct
-    once: dict[int, dict[str, ParameterRole]] = {}
-    for place, instance in enumerate(distinct.instances):
-        if not instance.has_same_tables():
-            yield _roles_in(run, place)
-            continue
-        if instance.place not in once:
-            once[instance.place] = _roles_in(distinct.run, instance.place)
-        roles = once[instance.place]
-        try:
-            names = {name: instance.parameter(name) for name in roles}
-        except UnlikeError:  # it is viewed outside the run
-            yield _roles_in(run, place)
-            continue
-        yield {names[name]: role for name, role in roles.items()}
-
-
 def _roles_in(run: NamedRun, place: int) -> dict[str, ParameterRole]:
     """Return the roles of the parameters of one attention of a run, by name."""
     attention, names = run.attentions[place]
-    parts, serves = parts_at(run, place)
+    parts, serves = parts_in(run, place)
     words = _Words(attention, names, serves)
     uses = _uses(run, attention, parts)
     return {name: words.role(use) for name, use in uses.items()}
+
+
+def _in_layer(roles: dict[str, ParameterRole], layer: Layer) -> dict[str, ParameterRole]:
+    """Return the roles with the names of the parameters of an equal layer."""
+    return {layer.parameter(name).name: role for name, role in roles.items()}
 
 
 def _outside(layer: str, reader: str) -> str:

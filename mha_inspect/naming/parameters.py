@@ -18,6 +18,7 @@ import numpy as np
 from ..graph.attention import Attention
 from ..graph.computed_weights import does_more_to_weights
 from ..graph.dataflow import made_of
+from ..graph.equal_layers import Layer
 from ..graph.gates import Gate, gates_of
 from ..graph.layout import Indices, Layout, Source, Span
 from ..graph.layouts import Layouts
@@ -145,19 +146,21 @@ class PartsInParameters(NamedTuple):
     """The query heads that use each key head."""
 
 
-def parts_at(run: NamedRun, place: int) -> PartsInParameters:
-    """Return the parts of an attention in the parameters. They are computed once for a run."""
-    computed: dict[int, PartsInParameters]
-    computed = vars(run).setdefault("_parts", {})
-    if place not in computed:
-        attention, names = run.attentions[place]
-        computed[place] = _PartsOfAttention(run, attention, names).all()
-    return computed[place]
+def parts_in(run: NamedRun, place: int) -> PartsInParameters:
+    """Return the parts of one attention of a run in the parameters."""
+    attention, names = run.attentions[place]
+    return _PartsOfAttention(run, attention, names).all()
 
 
 def parts_of(run: NamedRun) -> list[PartsInParameters]:
-    """Return what `parts_at` does, for each attention of a run."""
-    return [parts_at(run, place) for place in range(len(run.attentions))]
+    """Return the parts of each attention of a run in the parameters; those of equal layers are found once."""
+    return run.read_parameters(parts_in, _in_layer)
+
+
+def _in_layer(found: PartsInParameters, layer: Layer) -> PartsInParameters:
+    """Return the parts in the parameters of an equal layer."""
+    parts = [replace(part, parameter=layer.parameter(part.parameter.name)) for part in found.parts]
+    return PartsInParameters(parts, found.serves)
 
 
 def parameters_behind(
