@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..graph.dataflow import Graph
-from ..graph.layout import Layout
-from ..graph.layouts import Layouts
+from ..graph.label import Label
+from ..graph.labels import Labels
 from ..graph.ways import Walk
 from ..record.ops import Op, TensorRef
 
@@ -23,10 +21,10 @@ def reads_as_stored(graph: Graph, op: Op) -> bool:
     parameters = graph.parameters_in(weight.storage)
     if parameters and all(_is_in_order(named.tensor) for named in parameters):
         return weight.stride[summed] > weight.stride[features]
-    layouts = Layouts(graph)
-    layouts.follow(Walk(graph, since=0).to(weight).ops)
-    layout = layouts.of(weight)
-    dim_of_summed, dim_of_features = _dim_along(layout, summed), _dim_along(layout, features)
+    labels = Labels(graph)
+    labels.follow(Walk(graph, since=0).to(weight).ops)
+    label = labels.of(weight)
+    dim_of_summed, dim_of_features = _dim_along(label, summed), _dim_along(label, features)
     if dim_of_summed is None or dim_of_features is None:
         return False
     return dim_of_summed < dim_of_features
@@ -38,11 +36,10 @@ def _is_in_order(parameter: TensorRef) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
-def _dim_along(layout: Layout, place: int) -> int | None:
+def _dim_along(label: Label, place: int) -> int | None:
     """Return the last dimension of a parameter that the elements differ in along a dimension; None if in none."""
     dims = []
-    for source, span in layout.spans.items():
-        numbers = np.moveaxis(span.low, place, 0)
-        if len(numbers) > 1 and bool((numbers != numbers[:1]).any()):
-            dims.append(source.dim)
+    for axis, span in label.spans.items():
+        if span.varies([place]):
+            dims.append(axis.dim)
     return max(dims) if dims else None
