@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .axis import plain_name, setting
-from .dataflow import Graph
 from .indices import ABSENT, Indices, Shape, View, collapsed, with_size
-from .label import Label, combined, joined, read
+from .label import Axis, Label, Span, combined, joined, read
 from .rules import reduced_places, written_places
+
+if TYPE_CHECKING:
+    from .dataflow import Graph
 
 
 class Labels:
@@ -146,6 +148,20 @@ class Labels:
         return _pointwise(self.graph, op, operands)
 
 
+def is_made_of(graph: Graph, tensor: TensorRef, source: TensorRef, ops: Iterable[Op]) -> bool:
+    """Return whether a tensor has elements that these operations, in order, make of another one.
+
+    Keys and values may be joined, or written into one memory, and cut apart again. True if that is unknown.
+    """
+    axis = Axis("source")
+    shape = shape_of(source)
+    everywhere = Span.of(np.zeros([1] * len(shape), np.int64))
+    labels = Labels(graph, [(source, Label(shape, {axis: everywhere}))])
+    labels.follow(ops)
+    span = labels.of(tensor).spans.get(axis)
+    return span is None or bool(span.is_known.any())
+
+
 def shape_of(tensor: TensorRef) -> Shape:
     """Return the shape of a tensor's label: complex numbers have a last dimension of 2."""
     return (*tensor.shape, 2) if _is_complex(tensor) else tensor.shape
@@ -167,7 +183,7 @@ def _view_of(tensor: TensorRef) -> View:
 
 Results = Sequence[Label | None]
 """The label of each output of an operation; None where it is unknown."""
-Rule = Callable[[Graph, Op, list[Label]], Results]
+Rule = Callable[["Graph", Op, list[Label]], Results]
 """A function of an operation and the labels of its inputs that returns the labels of its outputs."""
 _FIRST = np.array([0])
 """The first index of a dimension."""
