@@ -39,7 +39,7 @@ from .axis import plain_name, setting
 from .computed_weights import computed_weights
 from .dimensions import Axis, Dimensions, wide
 from .ids import any_in, ids_of
-from .part import Part, parts_behind, whole
+from .labels import is_made_of
 from .products import Product, product_of
 
 _FAR = 60
@@ -391,33 +391,35 @@ class Graph:
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
-        part = whole(start) if start.id in self._cut_apart else None
-        queue = deque([(Step(start), part)])
-        visited = {start.id: {part}}
+        is_cut = start.id in self._cut_apart
+        queue = deque([Step(start)])
+        visited = {start.id}
         while queue:
-            step, part = queue.popleft()
+            step = queue.popleft()
             yield step
             op = self.producer(step.tensor)
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
-            for tensor, behind in self.parts_read(op, step.tensor, part):
-                parts = visited.setdefault(tensor.id, set())
-                if behind not in parts and tensor.dtype != "bool":
-                    parts.add(behind)
-                    queue.append((Step(tensor, (*step.path, op)), behind))
+            path = (*step.path, op)
+            for tensor in self._read_for(start, path) if is_cut else op.inputs:
+                if tensor.id not in visited and tensor.dtype != "bool":
+                    visited.add(tensor.id)
+                    queue.append(Step(tensor, path))
 
-    def parts_read(
-        self,
-        op: Op,
-        result: TensorRef,
-        part: Part | None,
-    ) -> Iterator[tuple[TensorRef, Part | None]]:
-        """Yield the inputs that a part of a result is made of, each with its own part; all for no part."""
-        if part is not None:
-            yield from parts_behind(op, result, part)
-            return
-        for tensor in op.inputs:
-            yield tensor, None
+    def _read_for(self, start: TensorRef, path: tuple[Op, ...]) -> list[TensorRef]:
+        """Return the inputs of the last operation of a path back that a tensor is made of, of those put side by side.
+
+        Memory stays what it was around what is written into it.
+        """
+        op = path[-1]
+        if op.kind == "write":
+            kept, operands = op.inputs[:1], op.inputs[1:]
+        elif op.does("joins"):
+            kept, operands = (), op.inputs
+        else:
+            return list(op.inputs)
+        in_order = path[::-1]
+        return [*kept, *(tensor for tensor in operands if is_made_of(self, start, tensor, in_order))]
 
     def forward(
         self,

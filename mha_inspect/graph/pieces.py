@@ -17,7 +17,7 @@ from .attention import Attention
 from .axis import Axis, Dim, piece, resolve, size_of, unify, wide
 from .dataflow import Graph, made_of
 from .ids import any_in, ids_of, in_order
-from .layout import contiguous
+from .indices import contiguous
 from .products import Product
 from .turns import common_scale, pieces_agree
 

@@ -16,7 +16,6 @@ from torch import nn
 from ..graph.attention import Attention
 from ..graph.dataflow import moves
 from ..graph.equal_layers import Layer
-from ..graph.projections import reduction_of
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
@@ -37,7 +36,6 @@ _SAID = {
     "added factor": "a factor of what is added to {matrices}",
     "computed": "{matrices} is computed from it",
     "gate": "gates the {made}",
-    "reduction": "used before the projection to the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
     "norm before": "scales the input of the projection to the {made}",
     "shift before": "added to the input of the projection to the {made}",
@@ -55,7 +53,7 @@ _JOINED = {"joined W": "W", "joined b": "b"}
 """Kinds of use for tokens that have projections of their own, beside those of the query."""
 _EARLY = ("norm before", "shift before", "filter before")
 """Kinds of use before the projection; in the slices of heads they are called `norm`, `shift` and `filter`."""
-_BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
+_BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _TRANSPOSED = {
     "rows are the heads stacked": "columns are the heads side by side",
@@ -238,14 +236,11 @@ def _rank_of_kind(part: Part) -> int:
 
 
 def _learned_sides(run: NamedRun, attention: Attention) -> Iterator[_Source]:
-    """Yield queries, keys and values that are parameters themselves, and the weights of poolings before them."""
+    """Yield queries, keys and values that are parameters themselves."""
     for letter in "qkv":
         tensor = attention.stages.get(SIDES[letter])
         if tensor is not None and run.graph.is_weight(tensor):
             yield _Source("learned", letter, [tensor])
-    for letter in "qkv":
-        _, ops = reduction_of(run.graph, attention, SIDES[letter])
-        yield _Source("reduction", letter, _weights_read(run, ops))
 
 
 def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
