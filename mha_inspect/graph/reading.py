@@ -24,7 +24,7 @@ from .mixing import mixings_of
 from .products import Joint, Product, ProductPath
 from .replay import NotReplayedError, Replay, drawn, measuring, region
 from .rerun import Constants
-from .response import Cut, Response, Slope, Softmaxed, Step
+from .response import Cut, Response, Softmaxed, Step
 
 _STEEP = 30
 """Scales above this are measured with smaller scores."""
@@ -148,12 +148,10 @@ def _measured(graph: Graph, meeting: Meeting, constants: Constants) -> Response 
             return None
         target = inner
         response = Response(graph, scores, target, constants)
-    weights = _weights(response)
-    slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
-    if slope is not None and slope.number is not None and abs(slope.number) > _STEEP:
+    steepness = response.steepness()
+    if steepness > _STEEP:
         # A score that is multiplied by thousands is no mask.
-        size = 1 / abs(slope.number)
-        response = Response(graph, scores, target, constants, size)
+        response = Response(graph, scores, target, constants, 1 / steepness)
     return response
 
 
@@ -225,16 +223,15 @@ def _read(graph: Graph, meeting: Meeting, response: Response) -> Reading | None:
     hides_keys = seen is not None and not bool(seen.all())
     if hides_keys and not softmax.masks and not scoring.masks:
         softmax = softmax._replace(masks=(_hiding(response, weights),))
-    slope = response.slope(weights.cut, weights, logarithm=True)
     return Reading(
         softmax=softmax,
         scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
         values=meeting.values._replace(path=_path_to_values(graph, meeting, response, weights)),
         scoring=scoring,
-        factor=_factor(meeting, scoring, None if slope is None else slope.number),
+        factor=multiply((scoring.scale, scoring.late_scale, exponentials.exponent)),
         seen=seen,
         has_factors=exponentials.has_factors,
-        weights_scale=_weights_scale(response, masked, weights, scoring, slope),
+        weights_scale=1.0 if exponentials.is_softmax else exponentials.exponent,
         mixes_positions=_mixes_positions(graph, response, masked, weights),
     )
 
@@ -404,6 +401,8 @@ class _Exponentials:
 
     is_softmax: bool
     """Whether one operation makes them."""
+    exponent: float
+    """The number that the last scores are multiplied by in them, e.g. log(2) where powers of two are taken."""
     has_factors: bool
     """Whether exponentials are multiplied by numbers before the sum."""
 
@@ -420,11 +419,12 @@ def _exponentials(
     if exponent is None:
         scores = response.cuts[masked].tensor
         reads_scores = is_softmax and op.inputs[0].id == scores.id
-        return _Exponentials(is_softmax, has_factors=False) if reads_scores else None
+        return _Exponentials(is_softmax, 1.0, has_factors=False) if reads_scores else None
     has_factors = response.adds_inside(masked, weights, exponent)
     if has_factors and is_softmax:
         return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
-    return _Exponentials(is_softmax, has_factors)
+    is_one = isclose(exponent, 1, rel_tol=1e-6)
+    return _Exponentials(is_softmax, 1.0 if is_one else float(f"{exponent:.6g}"), has_factors)
 
 
 def _softmax(response: Response, masked: int, weights: Softmaxed) -> Softmax:
@@ -441,31 +441,6 @@ def _path_before(response: Response, masked: int) -> tuple[Op, ...]:
     for cut in response.cuts[1 : masked + 1]:
         path += cut.ops
     return tuple(path)
-
-
-def _weights_scale(
-    response: Response,
-    masked: int,
-    weights: Softmaxed,
-    scoring: Scoring,
-    slope: Slope | None,
-) -> float:
-    """Return the number that the input of the softmax is multiplied by in it: the weights' slope over its own.
-
-    Without a mask that input is the scores.
-    """
-    is_softmax = response.cuts[weights.cut].op.does("softmax")
-    if is_softmax or slope is None or not slope.number:
-        return 1.0
-    before = response.slope(masked, None, logarithm=False)
-    if before is None or not before.number:
-        return 1.0
-    ratio = slope.number / before.number
-    if isclose(ratio, 1, rel_tol=1e-4):
-        return 1.0
-    if not scoring.masks and scoring.scale:
-        ratio = slope.number / scoring.scale
-    return float(f"{ratio:.6g}")
 
 
 def _hiding(response: Response, weights: Softmaxed) -> Op:
@@ -497,16 +472,6 @@ def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
             if is_whole or op is cut.op or op.does("picks"):
                 path.append(op)
     return tuple(path)
-
-
-def _factor(meeting: Meeting, scoring: Scoring, slope: float | None) -> float | None:
-    """Return the factor of q·kᵀ: the product of the factors of all steps, where it is the slope, or where none is."""
-    of_steps = multiply((scoring.scale, scoring.late_scale))
-    is_multiplied = any(kind == "times" for kind, _ in scoring.steps)
-    if slope is None or is_multiplied:
-        return of_steps
-    slope *= _alpha(meeting)
-    return of_steps if of_steps is not None and isclose(of_steps, slope, rel_tol=1e-6) else float(f"{slope:.6g}")
 
 
 def _alpha(meeting: Meeting) -> float:
@@ -653,7 +618,7 @@ class _Steps:
         if mixings:
             return self._mix(mixings)
         if any(map(self._graph.norm_name, cut.ops)):
-            return self._bend(cut.ops)
+            return self._bend(cut.ops, 1.0)
         if step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
             return self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
         is_number = step.effect in ("same", "scale") and step.factor is not None
@@ -669,7 +634,7 @@ class _Steps:
             return self._mask(cut.ops, step.effect, step.factor)
         if step.effect == "shift":
             return self._shift(place, cut.ops, step.factor)
-        return self._bend(cut.ops)
+        return self._bend(cut.ops, 1.0 if step.factor is None else step.factor)
 
     def _mix(self, mixings: list[Mixing]) -> None:
         self._leave_plain()
@@ -749,7 +714,7 @@ class _Steps:
 
     def _move(self, place: int, cut: Cut) -> None:
         if self._moves_positions(place):
-            self._bend(cut.ops)
+            self._bend(cut.ops, 1.0)
         elif self._is_plain and cut.op.base_name != "_to_copy":
             self._scores = cut.tensor
 
@@ -786,7 +751,7 @@ class _Steps:
         is_filled = effect == "fill" and op.does("fills")
         self._steps.append(("fill" if is_filled else "add", None))
 
-    def _bend(self, ops: tuple[Op, ...]) -> None:
+    def _bend(self, ops: tuple[Op, ...], slope: float) -> None:
         """Take a function of the scores: a norm, or a nonlinear function of each or of all of them."""
         computing = _computing(ops)
         norms = list(filter(None, map(self._graph.norm_name, ops)))
@@ -802,6 +767,7 @@ class _Steps:
             self._late_scales.append(None)
             self._steps.append(("f", None))
         else:
+            self._late_scales.append(slope)
             self._bend_alone(name)
 
     def _bend_alone(self, name: str) -> None:

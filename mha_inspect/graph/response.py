@@ -65,14 +65,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Slope:
-    """By what scores are multiplied."""
-
-    number: float | None
-    """None if it differs by head, or with numbers that are unknown."""
-
-
-@dataclass(frozen=True)
 class Step:
     """What happens from one cut to the next."""
 
@@ -189,7 +181,6 @@ class Response:
         self._orders: dict[int, Tensor | None] = {}
         self._in_order: dict[int, _Answers | None] = {}
         self._rows: dict[Softmaxed, Tensor | None] = {}
-        self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
         self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
         first = drawn(self.scores, generator, size)
@@ -341,61 +332,18 @@ class Response:
 
     # -- logits -------------------------------------------------------------------------------------------------------
 
-    def slope(
-        self,
-        place: int,
-        softmaxed: Softmaxed | None,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        key = place, softmaxed, logarithm
-        if key not in self._slopes:
-            self._slopes[key] = self._measure_slope(place, softmaxed, logarithm=logarithm)
-        return self._slopes[key]
-
-    def _measure_slope(
-        self,
-        place: int,
-        softmaxed: Softmaxed | None,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        rows = None
-        if softmaxed is not None:
-            rows = self.rows(softmaxed)
-            if rows is None:
-                return None
-        slopes = []
-        for draw in range(2 if self.unknown else 1):
-            slope = self._slope_in_draw(self.cuts[place].tensor, rows, draw, logarithm=logarithm)
-            if slope is None:
-                return None
-            slopes.append(slope)
-        first, last = slopes[0], slopes[-1]
-        if first.number is None or last.number is None:
-            return Slope(None)
-        return first if _near(first.number, last.number, 1e-5) else Slope(None)
-
-    def _slope_in_draw(
-        self,
-        tensor: TensorRef,
-        rows: Tensor | None,
-        draw: int,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return the slope of a tensor, or of its logarithm, with the stand-ins of a draw; None if it is not linear."""
-        small = _small(self.scores)
-        answers = [self._replay.run({self.scores.id: numbers}, draw) for numbers in small]
-        values = self._both_by_score(tensor, answers)
-        if values is None:
-            return None
-        if logarithm:
-            values = _Answers(values.first.log(), values.second.log())
-        scores = _Answers(small[0].flatten(), small[1].flatten())
-        return _fitted(values.difference, scores.difference, rows, self.scores.shape)
+    def steepness(self) -> float:
+        """Return by how much more than the scores anything changes on the way to the weights, for small scores."""
+        first, second = _small(self.scores)
+        given = _largest(second - first)
+        answers = [self._replay.run({self.scores.id: numbers}) for numbers in (first, second)]
+        steepest = 0.0
+        for cut in self.cuts[1:]:
+            change = answers[1][cut.tensor.id] - answers[0][cut.tensor.id]
+            finite = change[change.isfinite()]
+            if finite.numel():
+                steepest = max(steepest, _largest(finite) / given)
+        return steepest
 
     def are_logits(self, place: int, softmaxed: Softmaxed) -> bool:
         """Return whether the softmax of a cut is the weights, apart from keys that are masked out later."""
@@ -634,7 +582,21 @@ class Response:
         factors = change.factors()
         if factors is not None:
             return self._of_factors(factors, seen, rows)
-        return Step("bend" if self._is_elementwise(place) else "mix", None)
+        return Step("bend", self._slope(place)) if self._is_elementwise(place) else Step("mix", None)
+
+    def _slope(self, place: int) -> float:
+        """Return by what a function of each score multiplies small ones: 1/4 for a sigmoid; 1 if that differs."""
+        before, after = [], []
+        for numbers in _small(self.scores):
+            answer = self._replay.run({self.scores.id: numbers})
+            before.append(self._by_score(self.cuts[place - 1].tensor, answer[self.cuts[place - 1].tensor.id]))
+            after.append(self._by_score(self.cuts[place].tensor, answer[self.cuts[place].tensor.id]))
+        if before[0] is None or before[1] is None or after[0] is None or after[1] is None:
+            return 1.0
+        given, answered = before[1] - before[0], after[1] - after[0]
+        seen = given.isfinite() & answered.isfinite()
+        slope = _factor(given[seen], answered[seen])
+        return float(f"{slope:.6g}") if slope else 1.0
 
     def _has_factor(self, place: int, factor: float) -> bool:
         """Return whether a factor stays with other numbers in the place of unknown ones."""
@@ -804,44 +766,6 @@ def _is_near(numbers: Tensor, number: float) -> Tensor:
 def _near(left: float, right: float, error: float) -> bool:
     size = max(abs(left), abs(right), 1e-12)
     return abs(left - right) <= error * size
-
-
-def _fitted(
-    answer: Tensor,
-    given: Tensor,
-    rows: Tensor | None,
-    shape: Sequence[int],
-) -> Slope | None:
-    """Return the factor between the differences of two answers and of two scores, apart from a number for each row.
-
-    None if the rest is more than a rounding error. Differences that are infinite or NaN are of masked-out keys.
-    """
-    seen = answer.isfinite()
-    if rows is not None:
-        seen = seen & (rows >= 0)
-        answer = _centred(answer, rows, seen)
-        given = _centred(given, rows, seen)
-    if not bool(seen.any()):
-        return None
-    answer = torch.where(seen, answer, 0.0)
-    given = torch.where(seen, given, 0.0)
-    square = (given * given).sum()
-    if not bool((given != 0).any()):
-        return None
-    slope = float((answer * given).sum() / square)
-    expected = abs(slope) * _largest(given)
-    limit = 1e-5 * max(_largest(answer), expected, 1e-12)
-    if _largest(answer - slope * given) <= limit:
-        return Slope(slope)
-    if len(shape) < 3:
-        return None
-    # Each head may have a factor of its own.
-    size = shape[-2] * shape[-1]
-    answer = answer.view(-1, size)
-    given = given.view(-1, size)
-    squares = (given * given).sum(1, keepdim=True)
-    factors = (answer * given).sum(1, keepdim=True) / squares.clamp(min=1e-300)
-    return Slope(None) if _largest(answer - factors * given) <= limit else None
 
 
 def _largest(numbers: Tensor) -> float:
