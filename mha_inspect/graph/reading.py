@@ -132,7 +132,42 @@ def read(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None
                 return None
             return reading
     except NotReplayedError:
+        return _read_unmeasured(graph, meeting)
+
+
+def _read_unmeasured(graph: Graph, meeting: Meeting) -> Reading | None:
+    """Return the attention of two products around torch's own softmax, where nothing can be run again.
+
+    Its scale is known where each operation on the way multiplies by a number or reads another tensor: that is the mask.
+    """
+    product = meeting.scores.op
+    softmaxes = [op for op in region(graph, (product.output,), meeting.values.tensor).ops if op.does("softmax")]
+    if len(softmaxes) != 1 or isinstance(meeting.scores, Joint):
         return None
+    (softmax,) = softmaxes
+    masked = softmax.inputs[0]
+    path = _way(graph, product.output, masked)
+    scores, masks = product.output, list[Op]()
+    scales: list[float | None] = [_alpha(meeting)]
+    for op in path:
+        if adds_mask(op):
+            masks.append(op)
+        elif graph.is_scale(op):
+            scales.append(graph.scale_of(op))
+        elif not _only_moves(op):
+            scales.append(None)
+        if not masks:
+            scores = op.output
+    scale = multiply(scales)
+    steps: list[tuple[str, float | None]] = [("add", None) for _ in masks]
+    return Reading(
+        softmax=Softmax(softmax, masked, int(softmax.args[1]) % max(len(masked.shape), 1)),
+        scores=ProductPath(meeting.scores, path, product.output),
+        values=meeting.values._replace(path=_way(graph, softmax.output, meeting.values.tensor)),
+        scoring=Scoring(scores, masked, scale, 1.0, masks, mixings_of(graph, path), steps),
+        factor=scale,
+        seen=None,
+    )
 
 
 def _measured(graph: Graph, meeting: Meeting, constants: Constants) -> Response | None:

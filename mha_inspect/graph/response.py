@@ -284,14 +284,14 @@ class Response:
             return ()
         if any(bool((answer < -_ONE).any()) for answer in answers):
             return ()
+        maker = self.graph.producer(tensor)
+        if maker is not None and maker.does("softmax"):
+            place = int(maker.args[1]) % len(shape)
+            return (place,) if all(_is_one_or_empty(answer.sum(place)) for answer in answers) else ()
         single = [place for place in range(len(shape)) if _sum_to_one(answers, place)]
         for place in reversed(single):
             if shape[place] > 1:
                 return (place,)
-        # The exponential of a single score less the maximum is one too.
-        maker = self.graph.producer(tensor)
-        if single and maker is not None and maker.does("softmax"):
-            return (single[-1],)
         for place in range(len(shape) - 1):  # e.g. over the rows and the columns of an image
             pair = (place, place + 1)
             is_long = min(shape[place], shape[place + 1]) > 1
@@ -744,9 +744,13 @@ def _sum_to_one(answers: Sequence[Tensor], places: int | tuple[int, ...]) -> boo
 
 def _is_one(sums: Tensor) -> bool:
     """Return whether most sums are one, and all others are of masked-out rows: zero or NaN."""
-    is_one = (sums - 1).abs() < _ONE
+    return _is_one_or_empty(sums) and bool(((sums - 1).abs() < _ONE).any())
+
+
+def _is_one_or_empty(sums: Tensor) -> bool:
+    """Return whether sums are one, or those of rows in which every key is masked out: zero or NaN."""
     is_empty = sums.isnan() | (sums.abs() < _ONE)
-    return bool((is_one | is_empty).all()) and bool(is_one.any())
+    return bool((((sums - 1).abs() < _ONE) | is_empty).all())
 
 
 def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
