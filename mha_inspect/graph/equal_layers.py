@@ -20,7 +20,7 @@ out: what has a place in its operations has the same place in the operations of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -488,10 +488,8 @@ class Shortened:
                 return stack, stack.layers_at(index)
         return None, range(1)
 
-    def ops_of(self, stack: Stack | None) -> Sequence[Op]:
-        """Return the operations of the layers that stay of a stack; none outside of all stacks."""
-        if stack is None:
-            return ()
+    def _ops_of(self, stack: Stack) -> Sequence[Op]:
+        """Return the operations of the layers that stay of a stack."""
         start = self.places[stack.start]
         return self.recording.ops[start : start + stack.kept]
 
@@ -501,13 +499,26 @@ class Shortened:
         mentions: dict[Stack, dict[int | str, tuple[int, int]]] = {}
         for stack in self.stacks:
             first: dict[int | str, tuple[int, int]] = {}
-            for op in self.ops_of(stack):
+            for op in self._ops_of(stack):
                 for place, tensor in enumerate(_tensors_of(op)):
                     first.setdefault(tensor.id, (op.index, place))
                 for depth, path in enumerate(_with_parents(op.module)):
                     first.setdefault(path, (op.index, depth))
             mentions[stack] = first
         return mentions
+
+    @cached_property
+    def tables(self) -> dict[Stack, Collection[TensorRef]]:
+        """By stack, the integers and booleans whose numbers were kept."""
+        tables: dict[Stack, Collection[TensorRef]] = {}
+        for stack in self.stacks:
+            of_stack: dict[int, TensorRef] = {}
+            for op in self._ops_of(stack):
+                for tensor in _tensors_of(op):
+                    if tensor.id in self.whole.values and tensor.dtype.startswith(("int", "uint", "bool")):
+                        of_stack[tensor.id] = tensor
+            tables[stack] = of_stack.values()
+        return tables
 
     @cached_property
     def parameters(self) -> dict[str, TensorRef]:
@@ -577,13 +588,8 @@ class Layer:
 
     def has_same_tables(self) -> bool:
         """Return whether the integers and booleans whose numbers were kept have the same numbers in this layer."""
-        kept = self.shortened.whole.values
-        tables: dict[int, TensorRef] = {}
-        for op in self.shortened.ops_of(self.stack):
-            for tensor in _tensors_of(op):
-                if tensor.id in kept and tensor.dtype.startswith(("int", "uint", "bool")):
-                    tables[tensor.id] = tensor
-        return self.has_same(tables.values(), kept)
+        tables = () if self.stack is None else self.shortened.tables[self.stack]
+        return self.has_same(tables, self.shortened.whole.values)
 
     def of(self, value: T) -> T:
         """Return plain data with its operations, its tensors, and the paths in fields `module` of this layer."""
