@@ -140,9 +140,8 @@ class _Pairs:
 class _NextLayer:
     """Says of operations since `start` which ones they are in the next layer."""
 
-    def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int, period: int) -> None:
-        self._recording, self._kinds = recording, kinds
-        self._start, self._second = start, start + period
+    def __init__(self, recording: Recording, start: int, period: int) -> None:
+        self._recording, self._start, self._second = recording, start, start + period
         self._tensors, self._storages = _Pairs(), _Pairs()
         self._calls, self._places = _Pairs(), _Pairs()
         self._place: tuple[object, ...] = ()
@@ -195,7 +194,9 @@ class _NextLayer:
             return made >= (self._start if op.index < self._second else self._second)
         if tensor.id in recording.producers:
             return False
-        if self._kinds.get(tensor.id) != self._kinds.get(later.id):
+        if not recording.input_ids.isdisjoint((tensor.id, later.id)):
+            return False
+        if (tensor.id in recording.parameter_names) != (later.id in recording.parameter_names):
             return False
         if recording.scalars.get(tensor.id) != recording.scalars.get(later.id):
             return False
@@ -215,18 +216,6 @@ def _are_like_calls(op: Op, later: Op) -> bool:
 
 def _is_on_meta(content: Tensor | None) -> bool:
     return content is not None and content.is_meta
-
-
-def _kinds_of(recording: Recording) -> dict[int, object]:
-    """Return what tensors from outside the run are, by id: parameters and buffers are alike, inputs are not."""
-    kinds: dict[int, object] = {}
-    for named in recording.parameters:
-        kinds[named.tensor.id] = "parameter"
-    for named in recording.buffers:
-        kinds[named.tensor.id] = "buffer"
-    for named in recording.inputs:
-        kinds[named.tensor.id] = ("input", named.tensor.id)
-    return kinds
 
 
 def _same_sight(left: Sight, right: Sight) -> bool:
@@ -267,12 +256,12 @@ def _with_parents(path: str) -> tuple[str, ...]:
 
 def _stacks(recording: Recording) -> list[Stack]:
     """Return the stacks of equal layers that have more layers than stay, without overlaps, in order."""
-    numbers, kinds = _numbers(recording), _kinds_of(recording)
+    numbers = _numbers(recording)
     stacks: list[Stack] = []
     for period in _periods(numbers):
         for first, last in _repeats(np.array(numbers), period):
             if not any(stack.start <= first and last + period <= stack.stop for stack in stacks):
-                stacks += _checked(recording, kinds, period, range(first, last))
+                stacks += _checked(recording, period, range(first, last))
     chosen: list[Stack] = []
     for stack in sorted(stacks, key=lambda stack: (-len(stack.removed), stack.period)):
         if all(stack.stop <= other.start or other.stop <= stack.start for other in chosen):
@@ -312,10 +301,10 @@ def _repeats(numbers: np.ndarray[Any, Any], period: int) -> Iterator[tuple[int, 
         yield before + 1, after
 
 
-def _checked(recording: Recording, kinds: Mapping[int, object], period: int, indices: range) -> Iterator[Stack]:
+def _checked(recording: Recording, period: int, indices: range) -> Iterator[Stack]:
     """Yield the stacks in a part of a recording whose operations may be equal to those `period` later."""
     ops, start = recording.ops, indices.start
-    following = _NextLayer(recording, kinds, start, period)
+    following = _NextLayer(recording, start, period)
     for index in (*indices, indices.stop):
         if index in indices and following.has(ops[index], ops[index + period]):
             continue
@@ -323,7 +312,7 @@ def _checked(recording: Recording, kinds: Mapping[int, object], period: int, ind
         if stack.left_out:
             yield stack
         start = index + 1
-        following = _NextLayer(recording, kinds, start, period)
+        following = _NextLayer(recording, start, period)
 
 
 # -- a shorter recording ----------------------------------------------------------------------------------------------
