@@ -555,7 +555,8 @@ class Layer:
         if mention is None:
             return path
         index, depth = mention
-        return _with_parents(self._op_at(index).module)[depth]
+        found = _with_parents(self._op_at(index).module)[depth]
+        return path if found == path else found
 
     def parameter(self, name: str) -> Named:
         """Return the parameter of the whole recording. Raises `UnlikeError` if no operation of the layers reads it."""
