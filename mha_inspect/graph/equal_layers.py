@@ -20,7 +20,7 @@ out: what has a place in its operations has the same place in the operations of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -140,9 +140,8 @@ class _Pairs:
 class _NextLayer:
     """Says of operations since `start` which ones they are in the next layer."""
 
-    def __init__(self, recording: Recording, kinds: Mapping[int, object], start: int, period: int) -> None:
-        self._recording, self._kinds = recording, kinds
-        self._start, self._second = start, start + period
+    def __init__(self, recording: Recording, start: int, period: int) -> None:
+        self._recording, self._start, self._second = recording, start, start + period
         self._tensors, self._storages = _Pairs(), _Pairs()
         self._calls, self._places = _Pairs(), _Pairs()
         self._place: tuple[object, ...] = ()
@@ -195,7 +194,9 @@ class _NextLayer:
             return made >= (self._start if op.index < self._second else self._second)
         if tensor.id in recording.producers:
             return False
-        if self._kinds.get(tensor.id) != self._kinds.get(later.id):
+        if not recording.input_ids.isdisjoint((tensor.id, later.id)):
+            return False
+        if (tensor.id in recording.parameter_names) != (later.id in recording.parameter_names):
             return False
         if recording.scalars.get(tensor.id) != recording.scalars.get(later.id):
             return False
@@ -215,18 +216,6 @@ def _are_like_calls(op: Op, later: Op) -> bool:
 
 def _is_on_meta(content: Tensor | None) -> bool:
     return content is not None and content.is_meta
-
-
-def _kinds_of(recording: Recording) -> dict[int, object]:
-    """Return what tensors from outside the run are, by id: parameters and buffers are alike, inputs are not."""
-    kinds: dict[int, object] = {}
-    for named in recording.parameters:
-        kinds[named.tensor.id] = "parameter"
-    for named in recording.buffers:
-        kinds[named.tensor.id] = "buffer"
-    for named in recording.inputs:
-        kinds[named.tensor.id] = ("input", named.tensor.id)
-    return kinds
 
 
 def _same_sight(left: Sight, right: Sight) -> bool:
@@ -267,12 +256,12 @@ def _with_parents(path: str) -> tuple[str, ...]:
 
 def _stacks(recording: Recording) -> list[Stack]:
     """Return the stacks of equal layers that have more layers than stay, without overlaps, in order."""
-    numbers, kinds = _numbers(recording), _kinds_of(recording)
+    numbers = _numbers(recording)
     stacks: list[Stack] = []
     for period in _periods(numbers):
         for first, last in _repeats(np.array(numbers), period):
             if not any(stack.start <= first and last + period <= stack.stop for stack in stacks):
-                stacks += _checked(recording, kinds, period, range(first, last))
+                stacks += _checked(recording, period, range(first, last))
     chosen: list[Stack] = []
     for stack in sorted(stacks, key=lambda stack: (-len(stack.removed), stack.period)):
         if all(stack.stop <= other.start or other.stop <= stack.start for other in chosen):
@@ -312,10 +301,10 @@ def _repeats(numbers: np.ndarray[Any, Any], period: int) -> Iterator[tuple[int, 
         yield before + 1, after
 
 
-def _checked(recording: Recording, kinds: Mapping[int, object], period: int, indices: range) -> Iterator[Stack]:
+def _checked(recording: Recording, period: int, indices: range) -> Iterator[Stack]:
     """Yield the stacks in a part of a recording whose operations may be equal to those `period` later."""
     ops, start = recording.ops, indices.start
-    following = _NextLayer(recording, kinds, start, period)
+    following = _NextLayer(recording, start, period)
     for index in (*indices, indices.stop):
         if index in indices and following.has(ops[index], ops[index + period]):
             continue
@@ -323,7 +312,7 @@ def _checked(recording: Recording, kinds: Mapping[int, object], period: int, ind
         if stack.left_out:
             yield stack
         start = index + 1
-        following = _NextLayer(recording, kinds, start, period)
+        following = _NextLayer(recording, start, period)
 
 
 # -- a shorter recording ----------------------------------------------------------------------------------------------
@@ -488,10 +477,8 @@ class Shortened:
                 return stack, stack.layers_at(index)
         return None, range(1)
 
-    def ops_of(self, stack: Stack | None) -> Sequence[Op]:
-        """Return the operations of the layers that stay of a stack; none outside of all stacks."""
-        if stack is None:
-            return ()
+    def _ops_of(self, stack: Stack) -> Sequence[Op]:
+        """Return the operations of the layers that stay of a stack."""
         start = self.places[stack.start]
         return self.recording.ops[start : start + stack.kept]
 
@@ -501,13 +488,26 @@ class Shortened:
         mentions: dict[Stack, dict[int | str, tuple[int, int]]] = {}
         for stack in self.stacks:
             first: dict[int | str, tuple[int, int]] = {}
-            for op in self.ops_of(stack):
+            for op in self._ops_of(stack):
                 for place, tensor in enumerate(_tensors_of(op)):
                     first.setdefault(tensor.id, (op.index, place))
                 for depth, path in enumerate(_with_parents(op.module)):
                     first.setdefault(path, (op.index, depth))
             mentions[stack] = first
         return mentions
+
+    @cached_property
+    def tables(self) -> dict[Stack, Collection[TensorRef]]:
+        """By stack, the integers and booleans whose numbers were kept."""
+        tables: dict[Stack, Collection[TensorRef]] = {}
+        for stack in self.stacks:
+            of_stack: dict[int, TensorRef] = {}
+            for op in self._ops_of(stack):
+                for tensor in _tensors_of(op):
+                    if tensor.id in self.whole.values and tensor.dtype.startswith(("int", "uint", "bool")):
+                        of_stack[tensor.id] = tensor
+            tables[stack] = of_stack.values()
+        return tables
 
     @cached_property
     def parameters(self) -> dict[str, TensorRef]:
@@ -555,7 +555,8 @@ class Layer:
         if mention is None:
             return path
         index, depth = mention
-        return _with_parents(self._op_at(index).module)[depth]
+        found = _with_parents(self._op_at(index).module)[depth]
+        return path if found == path else found
 
     def parameter(self, name: str) -> Named:
         """Return the parameter of the whole recording. Raises `UnlikeError` if no operation of the layers reads it."""
@@ -577,13 +578,8 @@ class Layer:
 
     def has_same_tables(self) -> bool:
         """Return whether the integers and booleans whose numbers were kept have the same numbers in this layer."""
-        kept = self.shortened.whole.values
-        tables: dict[int, TensorRef] = {}
-        for op in self.shortened.ops_of(self.stack):
-            for tensor in _tensors_of(op):
-                if tensor.id in kept and tensor.dtype.startswith(("int", "uint", "bool")):
-                    tables[tensor.id] = tensor
-        return self.has_same(tables.values(), kept)
+        tables = () if self.stack is None else self.shortened.tables[self.stack]
+        return self.has_same(tables, self.shortened.whole.values)
 
     def of(self, value: T) -> T:
         """Return plain data with its operations, its tensors, and the paths in fields `module` of this layer."""
