@@ -9,21 +9,42 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..record.catalog import axes_rule
-from ..record.ops import Op, TensorRef
+from ..record.ops import Named, Op, Recording, TensorRef
 from .axis import plain_name, setting
 from .indices import ABSENT, Indices, Shape, View, collapsed, with_size
 from .label import Axis, Label, Span, combined, joined, read
 from .rules import reduced_places, written_places
 
-if TYPE_CHECKING:
-    from .dataflow import Graph
+
+class Dataflow(Protocol):
+    """What is asked of the dataflow of a recording."""
+
+    recording: Recording
+
+    def parameters_in(self, storage: int) -> list[Named]:
+        """Return the parameters in a memory."""
+
+    def is_weight(self, tensor: TensorRef) -> bool:
+        """Return whether this is a parameter, at most viewed, copied, cast or scaled."""
+
+    def is_projection(self, op: Op) -> bool:
+        """Return whether this is a product or a convolution with a parameter."""
+
+    def is_by_channel(self, op: Op) -> bool:
+        """Return whether this is a convolution of each channel by itself."""
+
+    def is_by_head(self, op: Op) -> bool:
+        """Return whether this multiplies heads by a matrix each."""
+
+    def is_by_table(self, op: Op) -> bool:
+        """Return whether this multiplies by square matrices that are neither given nor learned."""
 
 
 class Labels:
@@ -34,7 +55,7 @@ class Labels:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: Dataflow,
         given: Iterable[tuple[TensorRef, Label]] = (),
     ) -> None:
         self.graph = graph
@@ -113,31 +134,13 @@ class Labels:
             filled.append((place, label))
         return filled
 
-    def entering(self, op: Op) -> Label:
-        """Return for each projected feature the first weight element that it is multiplied by."""
-        weight = self.graph.weight_of(op)
-        rank = len(weight.shape)
-        label = self.of(weight)
-        if rank < 2:
-            return label
-        summed, features = self.graph.places_of_weight(op)
-        label = label.taking(features % rank, _FIRST)
-        if op.base_name == "convolution":
-            for place in range(2, rank):
-                label = label.taking(place, _FIRST)
-            ones = [1] * (rank - 2)
-            return label.reshaped((weight.shape[summed], *ones))
-        if len(self.graph.projected(op).shape) == 1:
-            return label.reshaped((max(label.shape),))
-        return label.swapped(rank - 2, rank - 1)
-
     def _results(self, op: Op) -> Results:
         """Return the labels of an operation's outputs; None where they are unknown."""
         operands = [self.of(tensor) for tensor in op.inputs]
         if not any(label.spans for label in operands):
             return []
         name = plain_name(op)
-        rule = _RULES.get(name) or _RULES.get(axes_rule(op.base_name))
+        rule = RULES.get(name) or RULES.get(axes_rule(op.base_name))
         if rule is not None:
             return rule(self.graph, op, operands)
         is_new = name.startswith("new_") or name.endswith("_like") or name in ("fill", "zero")
@@ -148,7 +151,7 @@ class Labels:
         return _pointwise(self.graph, op, operands)
 
 
-def is_made_of(graph: Graph, tensor: TensorRef, source: TensorRef, ops: Iterable[Op]) -> bool:
+def is_made_of(graph: Dataflow, tensor: TensorRef, source: TensorRef, ops: Iterable[Op]) -> bool:
     """Return whether a tensor has elements that these operations, in order, make of another one.
 
     Keys and values may be joined, or written into one memory, and cut apart again. True if that is unknown.
@@ -183,13 +186,13 @@ def _view_of(tensor: TensorRef) -> View:
 
 Results = Sequence[Label | None]
 """The label of each output of an operation; None where it is unknown."""
-Rule = Callable[["Graph", Op, list[Label]], Results]
+Rule = Callable[[Dataflow, Op, list[Label]], Results]
 """A function of an operation and the labels of its inputs that returns the labels of its outputs."""
 _FIRST = np.array([0])
 """The first index of a dimension."""
 
 
-def _pointwise(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _pointwise(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Combine element by element; a number for each channel comes after the batch."""
     if "batch_norm" in op.base_name or "group_norm" in op.base_name:
         rank = len(op.output.shape)
@@ -211,19 +214,19 @@ def _by_channel(label: Label, rank: int) -> Label:
     return label.reshaped((*label.shape, *[1] * (rank - 2)))
 
 
-def _first(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _first(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     return [operands[0]]
 
 
-def _copy(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _copy(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     return [combined(operands[-1:], shape_of(op.output))]
 
 
-def _reshape(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _reshape(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     return [operands[0].reshaped(shape_of(op.output))]
 
 
-def _join(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _join(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     rank = len(op.output.shape)
     place = int(setting(op, 1, "dim", 0)) % max(rank, 1)
     used = []
@@ -239,7 +242,7 @@ def _join(_: Graph, op: Op, operands: list[Label]) -> Results:
     return [joined(used, place)]
 
 
-def _reduce(_: Graph, op: Op, operands: list[Label]) -> Results:
+def _reduce(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     places = reduced_places(op)
     return [operands[0].reduced(places, tensor.shape) for tensor in op.outputs]
 
@@ -255,7 +258,7 @@ def _at_unchanged(label: Label, shape: Shape) -> Label | None:
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(graph: Graph, op: Op, operands: list[Label]) -> Results:
+def _product(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Multiply matrices. A weight gives its rows, with their first column; what is summed of an activation is lost.
 
     Heads that are multiplied by a matrix each, or rotated by a table, stay what they are made of.
@@ -275,7 +278,7 @@ def _product(graph: Graph, op: Op, operands: list[Label]) -> Results:
     return [combined([*added, left, right], shape)]
 
 
-def _summed(graph: Graph, op: Op, factor: TensorRef, label: Label, place: int) -> Label:
+def _summed(graph: Dataflow, op: Op, factor: TensorRef, label: Label, place: int) -> Label:
     """Return the label of a factor of a product after the sum over one of its dimensions, which stays with size 1."""
     if graph.is_weight(factor):
         return label.taking(place, _FIRST)
@@ -284,7 +287,7 @@ def _summed(graph: Graph, op: Op, factor: TensorRef, label: Label, place: int) -
     return label.reduced([place], with_size(label.shape, place, 1))
 
 
-def _convolution(graph: Graph, op: Op, operands: list[Label]) -> Results:
+def _convolution(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Convolve: the output channels are the rows of the weight; one of each channel by itself keeps the channels."""
     source, weight, *bias = operands
     shape = op.output.shape
@@ -308,7 +311,7 @@ _MARK = 0.25
 """What is added to each index: a number that torch pads with has another fraction."""
 
 
-def _moved(graph: Graph, op: Op, operands: list[Label]) -> Results:
+def _moved(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Let torch itself read by indices, roll, flip, pad or repeat: what is alike along a dimension needs no indices."""
     source, touched = operands[0], _touched(op)
     contents = _contents(graph, op.inputs[1:])
@@ -360,7 +363,7 @@ def _moved_by_torch(
     return collapsed(indices.astype(np.int64))
 
 
-def _contents(graph: Graph, tables: Iterable[TensorRef]) -> dict[int, Tensor] | None:
+def _contents(graph: Dataflow, tables: Iterable[TensorRef]) -> dict[int, Tensor] | None:
     """Return the numbers of tables of indices, by id, as far as they were kept; None if a mask was not."""
     contents: dict[int, Tensor] = {}
     for table in tables:
@@ -405,7 +408,7 @@ def _touched(op: Op) -> Collection[int]:
     return range(rank)
 
 
-def _index_write(graph: Graph, op: Op, operands: list[Label]) -> Results:
+def _index_write(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Write `table[..., indices, ...] = values`, e.g. into a cache: each index has the values that are put there.
 
     Where the indices are unknown, what is alike along the dimension counts.
@@ -434,7 +437,7 @@ def _index_write(graph: Graph, op: Op, operands: list[Label]) -> Results:
     return [combined([table, moved], shape)]
 
 
-def _order_written(graph: Graph, op: Op, size: int, count: int) -> Indices | None:
+def _order_written(graph: Dataflow, op: Op, size: int, count: int) -> Indices | None:
     """Return for each index of a written dimension its place in the table, or after it in the values.
 
     None if the indices are unknown, or are more than one for each of the values, or add to what is there.
@@ -451,7 +454,7 @@ def _order_written(graph: Graph, op: Op, size: int, count: int) -> Indices | Non
     return order
 
 
-_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "pointwise": _pointwise,
     "copy": _copy,
     "result": _first,

@@ -699,7 +699,7 @@ class _PartsOfAttention:
         tensor = parameter.tensor
         label = self._labels.of(target.tensor)
         if letter == "o" and meeting.op is not None and meeting.kind in _MATRICES:
-            label = self._labels.entering(meeting.op)
+            label = self._entering(meeting.op)
         return label.places_in(parameter.name, tensor.shape, tensor.stride)
 
     def _heads(
@@ -722,6 +722,25 @@ class _PartsOfAttention:
         for head, row in heads.items():
             heads[head] = np.unique(row[row >= 0])
         return heads
+
+    def _entering(self, op: Op) -> Label:
+        """Return for each projected feature the first weight element that it is multiplied by."""
+        weight = self._graph.weight_of(op)
+        rank = len(weight.shape)
+        label = self._labels.of(weight)
+        if rank < 2:
+            return label
+        summed, features = self._graph.places_of_weight(op)
+        first = np.array([0])
+        label = label.taking(features % rank, first)
+        if op.base_name == "convolution":
+            for place in range(2, rank):
+                label = label.taking(place, first)
+            ones = [1] * (rank - 2)
+            return label.reshaped((weight.shape[summed], *ones))
+        if len(self._graph.projected(op).shape) == 1:
+            return label.reshaped((max(label.shape),))
+        return label.swapped(rank - 2, rank - 1)
 
     def _with_inner(self, part: Part, op: Op) -> Part:
         """Return a part of a matrix with the count of each feature's numbers, and the step between them."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed._functional_collectives  # defines an operation
 from torch.utils.flop_counter import flop_registry
 
-from mha_inspect.graph.rules import RULES
+from mha_inspect.graph import labels, rules
 from mha_inspect.record import catalog
 from mha_inspect.record.catalog import Trait, axes_rule, traits
 from mha_inspect.record.kernels import STEPS
@@ -33,7 +33,7 @@ def with_trait(trait: Trait) -> list[str]:
 def test_every_operation_is_one_of_torchs_with_a_known_rule_and_known_traits(name: str) -> None:
     assert overloads(name) or name in STEPS
     rule, of_name = OPERATIONS[name]
-    assert rule in {"", *RULES}
+    assert rule in {"", *rules.RULES, *labels.RULES}
     assert of_name <= set(get_args(Trait))
 
 
