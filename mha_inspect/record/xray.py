@@ -81,7 +81,7 @@ class _Opening(NamedTuple):
     sight: Sight | None
     """Which query sees which key in its weights; None if not known."""
     check: Callable[[], Rounding] | None
-    """Returns the difference of a few rows from their steps; None if tensors are kept, or cannot be compared."""
+    """Returns the difference of a few rows from their steps; None if they are not compared."""
 
 
 class XRay(Recorder):
@@ -239,13 +239,14 @@ class XRay(Recorder):
         """Return the notes on the call of an attention kernel that has these results."""
         nbytes = call.size(results)
         shapes_only = not results[0].is_meta and nbytes > self._budget
-        # Tensors that are kept only while there is room may be gone when the kernel is opened.
-        is_kept = self._tensors.keep and self._tensors.room is None and not self._tensors.keeps_tables
         sight, check = None, None
         with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
             sight = self._sight_of_call(call, results)
-            if not is_kept and _is_comparable(results[0]):
-                check = self._later(*call.of_few(results, place + 1))
+            # Where only tables are kept, nobody asks how exact the steps are.
+            if _is_comparable(results[0]) and not self._tensors.keeps_tables:
+                few, rows = call.of_few(results, place + 1)
+                # A kernel whose tensors may be kept is opened at once, any other after the run.
+                check = partial(_judged, few, rows) if self._tensors.keep else self._later(few, rows)
         noted = call.with_operands(self._tensors.note)
         return _Opening(place, noted, shapes_only, nbytes, sight, check)
 
@@ -288,7 +289,7 @@ class XRay(Recorder):
         for step, result in zip(steps, results, strict=True):
             self._note(LINK, [note(step)], {"kernel": operator.name}, result, kind="copy")
         self._callers.whole.add(self._callers.call)
-        if not _is_comparable(results[0]):
+        if not _is_comparable(results[0]) or self._tensors.keeps_tables:
             return lambda: None
         return _check_of_kept(call, results, turn, steps)
 
