@@ -137,7 +137,8 @@ def attention_mask(
     *_, queries, keys = scores.shape
     rows, count = (range(queries), queries) if few is None else few
     added = None if bias is None else _filled(bias, scores.dtype)
-    allowed = by_place.allowed(torch.tensor(rows, device=scores.device), count, keys)
+    numbers = torch.arange(rows.start, rows.stop, rows.step, device=scores.device)
+    allowed = by_place.allowed(numbers, count, keys)
     if allowed is not None:
         masked = _filled(allowed, scores.dtype)
         added = masked if added is None else added + masked
@@ -252,8 +253,19 @@ class AttentionCall(NamedTuple):
         return (self.made(dtype).result,)
 
     def made(self, dtype: torch.dtype | None = None) -> Stages:
-        """Return what its steps make; with `dtype`, in that dtype."""
-        return attention(self, dtype)
+        """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
+        dtype = dtype or self.query.dtype
+        call = self.heads_first(_swapped)
+        query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
+        scores = masked = attention_scores(query, key, scale=call.scale)
+        del query, key  # free a long sequence's keys in float64 before converting its values
+        if call.is_masked:
+            masked = attention_mask(scores, bias, few=call.few, **call.places.given())
+        softmax = torch._safe_softmax if call.is_safe else torch.softmax
+        weights = softmax(masked, -1)
+        context = attention_context(weights, value)
+        result = context.to(dtype)
+        return Stages(scores, masked, weights, context, _swapped(result) if self.rows_first else result)
 
     def size(self, results: Sequence[Tensor]) -> int:
         """Return the bytes of the largest step, the scores."""
@@ -313,21 +325,6 @@ class AttentionCall(NamedTuple):
             value=_of_head(self.value, kv_head, keys),
             bias=bias,
         )
-
-
-def attention(asked: AttentionCall, dtype: torch.dtype | None = None) -> Stages:
-    """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
-    dtype = dtype or asked.query.dtype
-    call = asked.heads_first(_swapped)
-    query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
-    scores = attention_scores(query, key, scale=call.scale)
-    del query, key  # free a long sequence's keys in float64 before converting its values
-    masked = attention_mask(scores, bias, few=call.few, **call.places.given()) if call.is_masked else scores
-    softmax = torch._safe_softmax if call.is_safe else torch.softmax
-    weights = softmax(masked, -1)
-    context = attention_context(weights, value)
-    result = context.to(dtype)
-    return Stages(scores, masked, weights, context, _swapped(result) if asked.rows_first else result)
 
 
 def _swapped(tensor: Tensor) -> Tensor:

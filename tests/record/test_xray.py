@@ -268,7 +268,7 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
         raise error
 
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
-    monkeypatch.setattr("mha_inspect.record.kernels.attention", fail)
+    monkeypatch.setattr("mha_inspect.record.kernels.AttentionCall.made", fail)
     with torch.no_grad():
         trace = mha_inspect.trace(module, x)
         assert torch.equal(record_opened(module, x)[1], module(x))
@@ -283,16 +283,16 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
 def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where steps go wrong only as they run, and not in a dtype that is asked for: that is no rounding."""
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
-    attention = kernels.attention
+    made = kernels.AttentionCall.made
 
-    def wrong(asked: Any, dtype: Any = None) -> Any:
-        right = attention(asked, dtype)
+    def wrong(asked: kernels.AttentionCall, dtype: torch.dtype | None = None) -> kernels.Stages:
+        right = made(asked, dtype)
         return right if dtype and not everywhere else right._replace(result=right.result * 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees
         assert mha_inspect.trace(module, x, keep=True).proof.agrees
-        monkeypatch.setattr("mha_inspect.record.kernels.attention", wrong)
+        monkeypatch.setattr("mha_inspect.record.kernels.AttentionCall.made", wrong)
         assert mha_inspect.trace(module, x).proof.agrees is False
         assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
         # Where none of the steps are kept, none run but those that are compared.
