@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,11 +343,18 @@ _REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slope
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by schema name, in order; a missing one is its default or None."""
+    defaults = _defaults_of(func)
+    by_position = dict(zip(defaults, args, strict=False))
+    return {**defaults, **by_position, **kwargs}
+
+
+@cache
+def _defaults_of(func: Any) -> dict[str, Any]:
+    """Return the default of each argument of an operation by schema name, in order; None without a default."""
     defaults = {}
     for argument in func._schema.arguments:
         defaults[argument.name] = argument.default_value if argument.has_default_value() else None
-    by_position = dict(zip(defaults, args, strict=False))
-    return {**defaults, **by_position, **kwargs}
+    return defaults
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:

@@ -179,6 +179,22 @@ def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None
     assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
 
 
+def test_a_mask_inside_of_a_large_product_has_shapes_and_no_numbers() -> None:
+    layer, x, mask = mha().train(), drawn(BATCH, LENGTH, EMBED), drawn(LENGTH, LENGTH, seed=1)
+    full, small = (opened(lambda x: layer(x, x, x, attn_mask=mask), x, budget=budget)[0] for budget in (1 << 30, 1))
+    assert [op.name for op in full.recording.ops] == [op.name for op in small.recording.ops]
+    (described,) = small.recording.kernels
+    assert described.opened
+    assert described.shapes_only
+    assert described.check is not None
+    assert described.check.verdict != "differs"
+    stages = [run.attentions[0][0].stages for run in (full, small)]
+    shapes = [{name: (t.shape, t.stride, t.dtype) for name, t in tensors.items()} for tensors in stages]
+    assert shapes[0] == shapes[1]
+    assert stages[1]["scores"].id not in small.recording.values
+    assert not any(value.is_meta for value in small.recording.values.values())
+
+
 # -- one run, and what it computes -------------------------------------------------------------------------------------
 
 
