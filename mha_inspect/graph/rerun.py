@@ -35,7 +35,7 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     args = [as_argument(value, content) for value in op.args]
     kwargs = {}
     for name, value in op.kwargs.items():
-        # The steps of an opened kernel are recorded on meta.
+        # What a module on meta computes of no input has numbers on the CPU.
         kwargs[name] = "cpu" if value == "meta" else as_argument(value, content)
     return call_again(op, args, kwargs)
 

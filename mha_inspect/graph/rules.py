@@ -423,28 +423,19 @@ def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
 def _scores_of_kernel(op: Op, inputs: Inputs) -> Results:
     """Multiply `batch heads query head_dim, batch kv_heads key head_dim -> batch heads query key`."""
     query, (*lead, keys, features) = inputs
-    return [_product_by_head(op, query, (*lead, features, keys))]
+    return _product_by_head(op, (query, (*lead, features, keys)))
 
 
-def _context_of_kernel(op: Op, inputs: Inputs) -> Results:
-    """Multiply `batch heads query key, batch kv_heads key head_dim -> batch heads query head_dim`."""
-    return [_product_by_head(op, *inputs)]
-
-
-def _product_by_head(op: Op, left: Dims, right: Dims) -> Dims:
-    """Return the dimensions of a product of matrices, of which each one on the right may serve several heads."""
-    sizes = [size_of(dim) for dim in left[:-2]]
-    *batch, heads = right[:-2]
-    lead: list[Axis] = []
-    for dim, size in zip(batch, sizes[:-1], strict=True):
-        lead += _repeated(dim, size)
-    lead += heads
-    group = sizes[-1] // max(size_of(heads), 1)
-    if group > 1:
-        lead.append(Axis(group, repeats=True))
-    matrices = tuple([atom for dim in left[:-2] for atom in dim])
-    (product,) = _product(op, ((matrices, *left[-2:]), (tuple(lead), *right[-2:])))
-    return (*left[:-2], *product[-2:])
+def _product_by_head(op: Op, inputs: Inputs) -> Results:
+    """Multiply matrices, `batch heads n k, batch kv_heads k m -> batch heads n m`: several heads may share one."""
+    left, right = inputs
+    if len(right) > 2:
+        *batch, heads, rows, columns = right
+        group = size_of(left[-3]) // max(size_of(heads), 1)
+        if group > 1:
+            heads = (*heads, Axis(group, repeats=True))
+        right = (*batch, heads, rows, columns)
+    return _product(op, (left, right))
 
 
 def _mask_of_kernel(op: Op, inputs: Inputs) -> Results:
@@ -592,7 +583,7 @@ RULES: dict[str, Rule] = {
     "product": _product,
     "scores": _scores_of_kernel,
     "mask": _mask_of_kernel,
-    "context": _context_of_kernel,
+    "context": _product_by_head,
     "convolution": _convolution,
     "index": _index,
     "columns": _columns,

@@ -466,6 +466,9 @@ def _first_key_of_windows(graph: Graph, attention: Attention, names: AxisNames) 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return the tensors that a masking operation reads besides the scores."""
+    if op.is_step:
+        # Where packed sequences start is named, and is no number that is added.
+        return list(op.inputs[1 : len(op.args)])
     product = attention.turns[0].score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,7 +138,8 @@ def attention_mask(
     *_, queries, keys = scores.shape
     rows, count = (range(queries), queries) if few is None else few
     added = None if bias is None else _filled(bias, scores.dtype)
-    allowed = by_place.allowed(torch.tensor(rows, device=scores.device), count, keys)
+    numbers = torch.arange(rows.start, rows.stop, rows.step, device=scores.device)
+    allowed = by_place.allowed(numbers, count, keys)
     if allowed is not None:
         masked = _filled(allowed, scores.dtype)
         added = masked if added is None else added + masked
@@ -252,8 +254,19 @@ class AttentionCall(NamedTuple):
         return (self.made(dtype).result,)
 
     def made(self, dtype: torch.dtype | None = None) -> Stages:
-        """Return what its steps make; with `dtype`, in that dtype."""
-        return attention(self, dtype)
+        """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
+        dtype = dtype or self.query.dtype
+        call = self.heads_first(_swapped)
+        query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
+        scores = masked = attention_scores(query, key, scale=call.scale)
+        del query, key  # free a long sequence's keys in float64 before converting its values
+        if call.is_masked:
+            masked = attention_mask(scores, bias, few=call.few, **call.places.given())
+        softmax = torch._safe_softmax if call.is_safe else torch.softmax
+        weights = softmax(masked, -1)
+        context = attention_context(weights, value)
+        result = context.to(dtype)
+        return Stages(scores, masked, weights, context, _swapped(result) if self.rows_first else result)
 
     def size(self, results: Sequence[Tensor]) -> int:
         """Return the bytes of the largest step, the scores."""
@@ -315,21 +328,6 @@ class AttentionCall(NamedTuple):
         )
 
 
-def attention(asked: AttentionCall, dtype: torch.dtype | None = None) -> Stages:
-    """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
-    dtype = dtype or asked.query.dtype
-    call = asked.heads_first(_swapped)
-    query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
-    scores = attention_scores(query, key, scale=call.scale)
-    del query, key  # free a long sequence's keys in float64 before converting its values
-    masked = attention_mask(scores, bias, few=call.few, **call.places.given()) if call.is_masked else scores
-    softmax = torch._safe_softmax if call.is_safe else torch.softmax
-    weights = softmax(masked, -1)
-    context = attention_context(weights, value)
-    result = context.to(dtype)
-    return Stages(scores, masked, weights, context, _swapped(result) if asked.rows_first else result)
-
-
 def _swapped(tensor: Tensor) -> Tensor:
     """Swap rows and heads: `... rows heads head_dim -> ... heads rows head_dim`, or back."""
     return tensor.transpose(-3, -2)
@@ -345,11 +343,18 @@ _REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slope
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by schema name, in order; a missing one is its default or None."""
+    defaults = _defaults_of(func)
+    by_position = dict(zip(defaults, args, strict=False))
+    return {**defaults, **by_position, **kwargs}
+
+
+@cache
+def _defaults_of(func: Any) -> dict[str, Any]:
+    """Return the default of each argument of an operation by schema name, in order; None without a default."""
     defaults = {}
     for argument in func._schema.arguments:
         defaults[argument.name] = argument.default_value if argument.has_default_value() else None
-    by_position = dict(zip(defaults, args, strict=False))
-    return {**defaults, **by_position, **kwargs}
+    return defaults
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:

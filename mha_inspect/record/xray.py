@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
 from ..text import first_line
-from .arguments import tensors_in
+from .arguments import cast_tensors, tensors_in
 from .catalog import MULTI_HEAD, About, Fused, about, adds_scores, fused
 from .kernels import (
     STEPS,
@@ -48,6 +48,8 @@ _COPIED = 1 << 20
 """Keys and values up to this many bytes are copied and compared after the run; larger ones are compared at once."""
 
 
+_CHEAP = 1 << 24
+"""Steps of a part with fewer bytes are computed even if nothing keeps them."""
 _STEPS = 3
 """Steps of an attention that are as large as its scores: the product, the mask and the softmax."""
 
@@ -81,7 +83,7 @@ class _Opening(NamedTuple):
     sight: Sight | None
     """Which query sees which key in its weights; None if not known."""
     check: Callable[[], Rounding] | None
-    """Returns the difference of a few rows from their steps; None if tensors are kept, or cannot be compared."""
+    """Returns the difference of a few rows from their steps; None if they are not compared."""
 
 
 class XRay(Recorder):
@@ -239,13 +241,14 @@ class XRay(Recorder):
         """Return the notes on the call of an attention kernel that has these results."""
         nbytes = call.size(results)
         shapes_only = not results[0].is_meta and nbytes > self._budget
-        # Tensors that are kept only while there is room may be gone when the kernel is opened.
-        is_kept = self._tensors.keep and self._tensors.room is None and not self._tensors.keeps_tables
         sight, check = None, None
         with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
             sight = self._sight_of_call(call, results)
-            if not is_kept and _is_comparable(results[0]):
-                check = self._later(*call.of_few(results, place + 1))
+            # Where only tables are kept, nobody asks how exact the steps are.
+            if _is_comparable(results[0]) and not self._tensors.keeps_tables:
+                few, rows = call.of_few(results, place + 1)
+                # A kernel whose tensors may be kept is opened at once, any other after the run.
+                check = partial(_judged, few, rows) if self._tensors.keep else self._later(few, rows)
         noted = call.with_operands(self._tensors.note)
         return _Opening(place, noted, shapes_only, nbytes, sight, check)
 
@@ -260,37 +263,44 @@ class XRay(Recorder):
         results = result if isinstance(result, tuple) else (result,)
         try:
             with self._unrecorded():
-                check = self._record_part(operator, read_part(func, args, kwargs), results, place + 1)
-            self._kernels[place] = replace(self._kernels[place], opened=True, note="", **_checked(check))
+                changes = self._record_part(operator, read_part(func, args, kwargs), results, place + 1)
+            self._kernels[place] = replace(self._kernels[place], **changes)
         except Exception as error:  # whatever the steps raise, the kernel stays one operation
             del self._entries[num_entries:], self._ops[num_ops:]
             self._kernels[place] = replace(self._kernels[place], note=_reason(error))
             self._note(operator, noted, named, result)
         return result
 
-    def _record_part(
-        self, operator: About, call: PartCall, results: Sequence[Tensor], turn: int
-    ) -> Callable[[], Rounding | None]:
-        """Record the steps of a part, and a link from each last step to a result; return how to compare them."""
-        if not results[0].is_meta and call.size(results) > self._budget:
-            raise NotOpenedError("its steps are too large")
-        note = self._tensors.note
+    def _record_part(self, operator: About, call: PartCall, results: Sequence[Tensor], turn: int) -> dict[str, Any]:
+        """Record the steps of a part, and a link from each last step to a result; return the kernel's changes."""
+        note, nbytes = self._tensors.note, call.size(results)
+        shapes_only = not results[0].is_meta and nbytes > self._budget
+        has_use = self._tensors.keep and self._tensors.has_room_for(_STEPS * nbytes)
+        # The first operation on meta makes torch import for a second: few numbers are computed in less.
+        is_computed = not shapes_only and (has_use or nbytes < _CHEAP)
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
             noted = [note(value) for value in args]
             named = {name: note(value) for name, value in kwargs.items()}
-            step, about_step = func(*args, **kwargs), about(func)
-            sight = self._sight_of(about_step, args, step) if about_step.weighs else None
+            given = args if is_computed else cast_tensors(args, None, "meta")
+            step, about_step = func(*given, **kwargs), about(func)
+            sight = self._sight_of(about_step, given, step) if about_step.weighs else None
             self._note(about_step, noted, named, step, sight=sight)
             return step
 
-        steps = call.steps(do=do)
+        keep = self._tensors.keep
+        self._tensors.keep = keep and is_computed
+        try:
+            steps = call.steps(do=do)
+        finally:
+            self._tensors.keep = keep
         for step, result in zip(steps, results, strict=True):
             self._note(LINK, [note(step)], {"kernel": operator.name}, result, kind="copy")
         self._callers.whole.add(self._callers.call)
-        if not _is_comparable(results[0]):
-            return lambda: None
-        return _check_of_kept(call, results, turn, steps)
+        changes: dict[str, Any] = {"opened": True, "note": "", "shapes_only": shapes_only}
+        if not _is_comparable(results[0]) or self._tensors.keeps_tables:
+            return changes
+        return changes | _checked(_check_of_kept(call, results, turn, steps if is_computed else None))
 
     def _sight_of_call(self, call: AttentionCall, results: Sequence[Tensor]) -> Sight | None:
         """Return which query sees which key in a kernel's weights; None if not known. Cached without tensors."""
@@ -502,7 +512,7 @@ def _error(output: Tensor, exact: Tensor) -> float:
     return max(rounding_error(output, exact), float(largest) * half_a_unit)
 
 
-def _checked(check: Callable[[], Rounding | None]) -> dict[str, Any]:
+def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
     """Return the check of a kernel, or a note why it failed."""
     try:
         return {"check": check()}
