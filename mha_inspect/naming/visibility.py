@@ -396,7 +396,9 @@ class _Spans:
     def of(cls, seen: Tensor) -> _Spans:
         """Return the keys of each query, of a bool `query key`."""
         rows = any_along(seen, [1]).nonzero().flatten()
-        numbers = seen[rows].to(torch.uint8)
+        numbers = seen.view(torch.uint8)
+        if len(rows) < len(seen):
+            numbers = numbers[rows]
         behind = numbers.flip(1).argmax(1)
         none = torch.zeros(1, dtype=torch.long)
         return cls(

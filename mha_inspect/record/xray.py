@@ -1,4 +1,6 @@
-"""Record one run with its fused kernels opened: each kernel is computed again in steps, on its own arguments.
+"""Record one run with its fused kernels opened: the steps of each kernel stand in the recording, in its place.
+
+They are computed, on the kernel's own arguments, only where the numbers of the run are kept.
 
 The run continues with the kernel's own result; the result of the steps is only compared with it. So a run with the
 x-ray computes the same bits as a run without it, including gradients and random numbers.
@@ -55,18 +57,6 @@ _STEPS = 3
 
 
 _SCORES, _MASK, _CONTEXT = (f"{KERNEL}{name}.default" for name in STEPS)
-
-
-class _Softmax(NamedTuple):
-    """One of torch's softmaxes, and its arguments after the scores."""
-
-    name: str
-    settings: tuple[Any, ...]
-
-
-_SOFTMAX = _Softmax("aten._softmax.default", (-1, False))
-_SAFE_SOFTMAX = _Softmax("aten._safe_softmax.default", (-1,))
-"""Gives zeros where every key is masked out."""
 
 
 class _Opening(NamedTuple):
@@ -397,8 +387,10 @@ class XRay(Recorder):
         if call.is_masked:
             args = (scores,) if call.bias is None else (scores, call.bias)
             masked = step("masked", _MASK, args, call.places.given())
-        softmax = _SAFE_SOFTMAX if call.is_safe else _SOFTMAX
-        weights = step("weights", softmax.name, (masked, *softmax.settings), {})
+        if call.is_safe:
+            weights = step("weights", "aten._safe_softmax.default", (masked, -1), {})
+        else:
+            weights = step("weights", "aten._softmax.default", (masked, -1, False), {})
         # What the mask says is true for any scores; a bias that may hide keys has been looked at with these scores.
         sight = opening.sight
         if sight is None and made is not None:
