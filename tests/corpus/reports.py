@@ -1582,7 +1582,7 @@ report(
     wrong=DeltaInBlocks,
     right=DeltaByHead,
     given=tokens(),
-    cause="What the adapter adds lies in another order than the rows of the packed matrix: keys of heads get it too.",
+    cause="What the adapter adds is not in the order of the packed rows: all of heads 0 and 2 gets it, head 1 nothing.",
     place="the padding of what the adapter adds",
     mend="put the three sides beside each other by head",
     never="That the packed weight itself is in another order, or that two parts are exchanged.",
