@@ -28,6 +28,10 @@ class Dataflow(Protocol):
 
     recording: Recording
 
+    @property
+    def given_or_learned(self) -> set[int]:
+        """Ids of tensors that depend on an input of the run or on a parameter."""
+
     def parameters_in(self, storage: int) -> list[Named]:
         """Return the parameters in a memory."""
 
@@ -242,9 +246,22 @@ def _join(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     return [joined(used, place)]
 
 
-def _reduce(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+def _reduce(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
+    """Sum, or take a mean: what differs is mixed. The sum of a product with a table, e.g. a rotation, has all of it."""
     places = reduced_places(op)
-    return [operands[0].reduced(places, tensor.shape) for tensor in op.outputs]
+    label = operands[0]
+    if op.base_name == "sum" and _is_by_numbers(graph, op.inputs[0]):
+        for place in places:
+            label = label.spread(place)
+    return [label.reduced(places, tensor.shape) for tensor in op.outputs]
+
+
+def _is_by_numbers(graph: Dataflow, tensor: TensorRef) -> bool:
+    """Return whether a tensor is multiplied by numbers that are neither given nor learned, e.g. a table."""
+    op = graph.recording.producer(tensor)
+    if op is None or op.base_name != "mul":
+        return False
+    return any(factor.id not in graph.given_or_learned for factor in op.inputs)
 
 
 def _at_unchanged(label: Label, shape: Shape) -> Label | None:
