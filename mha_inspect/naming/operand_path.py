@@ -81,7 +81,7 @@ class OperandPath:
     def _follow(self, projection: Op, product: Op) -> None:
         """Find the operations between a projection and a product, and the tensors on the way."""
         recording = self.graph.recording
-        later = recording.ops[projection.index + 1 : product.index]
+        later = recording.ops[projection.index + 1 : product.index + 1]
         dependent = made_of({projection.output.id}, later)
 
         def is_on_way(op: Op) -> bool:
