@@ -8,7 +8,7 @@ dimensions of size one leave no trace in a view, so a caller may record a second
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -124,7 +124,7 @@ def _has_shape(dims: Dims, shape: tuple[int, ...]) -> bool:
 
 
 def _uneven_cuts(recording: Recording) -> set[int]:
-    """Return the indices of cuts of one tensor into pieces that differ in size.
+    """Return the indices of cuts of one tensor into pieces that differ in size, or in the heads that a view gives them.
 
     E.g. queries beside keys and values, with half as many heads for each of these.
     """
@@ -136,7 +136,7 @@ def _uneven_cuts(recording: Recording) -> set[int]:
             pieces.update(dict.fromkeys(op.outputs, op.index))
     uneven: set[int] = set()
     for (_, place), pieces in cuts.items():
-        if len({piece.shape[place] for piece in pieces}) > 1:
+        if _are_uneven(recording, pieces, place):
             uneven.update(pieces.values())
     return uneven
 
@@ -152,6 +152,32 @@ def _cut_place(op: Op) -> int | None:
     place = int(setting(op, argument, "dim", 0)) % len(shape)
     is_whole = shape[place] == op.inputs[0].shape[place]
     return None if is_whole else place
+
+
+def _are_uneven(recording: Recording, pieces: Iterable[TensorRef], place: int) -> bool:
+    """Return whether pieces differ in size along a dimension, or in the heads that a view gives them."""
+    sizes: set[int] = set()
+    heads: set[tuple[int, ...]] = set()
+    for piece in pieces:
+        sizes.add(piece.shape[place])
+        heads |= _sizes_in_views(recording, piece)
+    return len(sizes) > 1 or len(heads) > 1
+
+
+def _sizes_in_views(recording: Recording, tensor: TensorRef) -> set[tuple[int, ...]]:
+    """Return the sizes above one that views split the last dimension of a tensor into."""
+    rows = tensor.shape[:-1]
+    rank = len(rows)
+    sizes: set[tuple[int, ...]] = set()
+    for op in recording.consumers.get(tensor.id, ()):
+        if op.base_name not in ("view", "_unsafe_view"):
+            continue
+        shape = op.output.shape
+        if shape[:rank] != rows:
+            continue
+        split = [size for size in shape[rank:] if size > 1]
+        sizes.add(tuple(split))
+    return sizes
 
 
 def _place(tensor: TensorRef) -> object:
