@@ -192,13 +192,20 @@ def _are_twins(x: Axis, y: Axis) -> bool:
 
 
 def _merge(x: Axis, y: Axis) -> None:
-    """Replace `y` by `x`."""
+    """Replace `y` by `x`, and unify the dimensions that both were cut from, counted by or joined of."""
     y.parts = (x,)
     x.repeats = x.repeats and y.repeats
     if y.twins:
         x.twins = (*y.twins, *x.twins)[:_MANY]
-    x.counters = {**y.counters, **x.counters}
-    x.origins = {**y.origins, **x.origins}
+    for size, counter in y.counters.items():
+        unify(x.counters.setdefault(size, counter), counter)
+    for size, cut in y.origins.items():
+        whole, start = x.origins.setdefault(size, cut)
+        if start == cut[1]:
+            unify(whole, cut[0])
+    if list(map(size_of, x.joined)) == list(map(size_of, y.joined)):
+        for left, right in zip(x.joined, y.joined, strict=True):
+            unify(left, right)
     x.joined = x.joined or y.joined
 
 
@@ -207,7 +214,23 @@ def _split(atom: Axis, last: Axis) -> Axis:
     first = Axis(atom.size // last.size, repeats=atom.repeats)
     first.counters, first.origins = atom.counters, atom.origins
     atom.parts = (first, last)
+    for twin_atom in atom.twins:
+        _split_alike(twin_atom, atom)
     return first
+
+
+def _split_alike(twin_atom: Axis, atom: Axis) -> None:
+    """Split the twin of an atom that was split, and make the parts of both twins."""
+    first, last = atom.parts
+    leaves = resolve((twin_atom,))
+    if len(leaves) == 1:
+        leaf = leaves[0]
+        if leaf.size == atom.size and leaf is not atom:
+            _split(leaf, Axis(last.size))
+            leaves = leaf.parts
+    if [leaf.size for leaf in leaves] == [first.size, last.size]:
+        for part, leaf in zip(atom.parts, leaves, strict=True):
+            part.twins = (leaf, *part.twins)[:_MANY]
 
 
 def twin(dim: Dim, axes: Iterable[Axis]) -> Dim:

@@ -425,11 +425,8 @@ def _touched(op: Op) -> Collection[int]:
     return range(rank)
 
 
-def _index_write(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
-    """Write `table[..., indices, ...] = values`, e.g. into a cache: each index has the values that are put there.
-
-    Where the indices are unknown, what is alike along the dimension counts.
-    """
+def _index_write(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+    """Write `table[..., indices, ...] = values`, e.g. into a cache: what is alike along the dimension counts."""
     written = written_places(op)
     if written is None or len(operands) < 3:
         return []
@@ -440,10 +437,6 @@ def _index_write(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     if missing < 0:
         return []
     values = values.reshaped((1,) * missing + values.shape)
-    order = _order_written(graph, op, shape[place], values.shape[place])
-    has_same_rows = with_size(shape, place, 1) == with_size(values.shape, place, 1)
-    if order is not None and has_same_rows:
-        return [joined([table, values], place).taking(place, order)]
     end = place + rank
 
     def with_one(sizes: Shape) -> Shape:
@@ -452,23 +445,6 @@ def _index_write(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     alike = values.without(*range(place, end))
     moved = alike.mapped(with_one(values.shape), lambda array: array.reshape(with_one(array.shape)))
     return [combined([table, moved], shape)]
-
-
-def _order_written(graph: Dataflow, op: Op, size: int, count: int) -> Indices | None:
-    """Return for each index of a written dimension its place in the table, or after it in the values.
-
-    None if the indices are unknown, or are more than one for each of the values, or add to what is there.
-    """
-    indices = graph.recording.values.get(op.inputs[1].id)
-    if indices is None or indices.is_meta:
-        return None
-    if indices.dim() != 1 or len(indices) != count:
-        return None
-    if op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False):
-        return None
-    order = np.arange(size)
-    order[indices.cpu().numpy()] = size + np.arange(count)
-    return order
 
 
 RULES: Mapping[str, Rule] = {

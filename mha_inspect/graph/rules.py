@@ -273,7 +273,7 @@ class _Slice(NamedTuple):
 
 
 def slice_piece(op: Op, inputs: Inputs, *, is_even: bool = True) -> Results:
-    """Return the dimensions of a slice; an equal piece of the features is as after a split.
+    """Return the dimensions of a slice; an equal piece of the features, or every n-th feature, is as after a split.
 
     With `is_even` False other slices of the same tensor are not like this one, so no slice is an equal piece.
     """
@@ -289,6 +289,10 @@ def slice_piece(op: Op, inputs: Inputs, *, is_even: bool = True) -> Results:
         if start < 0:
             start += whole
         return [_cut(op, dims, _Slice(place, start, size), is_even=is_even)]
+    if is_even and whole == size * step:
+        rows = op.inputs[0].shape[:place]
+        parts = reshape(dims, (*rows, size, step))
+        return [_without_counter(parts, place, place + 1)]
     return [_replaced(dims, place, fresh(size))]
 
 
@@ -350,7 +354,8 @@ def _join(op: Op, inputs: Inputs) -> Results:
 def _stacked(op: Op, operands: Inputs, place: int) -> Dims:
     """Return the dimensions of a stack along a new dimension."""
     dims = _broadcast(operands, op.inputs[0].shape)
-    features = dims[-1] if dims and place == len(dims) else ()
+    is_last = place == len(dims) or _are_alike(operands)
+    features = dims[-1] if dims and is_last else ()
     count = op.output.shape[place]
     return _inserted(dims, place, _counter_of(features, count))
 
@@ -384,6 +389,28 @@ def _joined_pieces(parts: Sequence[Dim]) -> Dim:
     for part in later:
         unify(first, part)
     return (*_counter_of(first, len(parts)), *first)
+
+
+def _pad(op: Op, inputs: Inputs) -> Results:
+    """Join a padded dimension with its padding."""
+    dims = list(inputs[0])
+    pads = setting(op, 1, "pad")
+    sides = zip(pads[::2], pads[1::2], strict=True)
+    for back, (before, after) in enumerate(sides, 1):
+        dims[-back] = _padded(dims[-back], before, after)
+    return [tuple(dims)]
+
+
+def _padded(dim: Dim, before: int, after: int) -> Dim:
+    """Return a dimension joined with so much padding; the dimension itself if elements are cut off."""
+    if min(before, after) < 0:
+        return dim
+    parts = [dim] if size_of(dim) else []
+    if before:
+        parts.insert(0, fresh(before))
+    if after:
+        parts.append(fresh(after))
+    return join(parts) if len(parts) > 1 else dim
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -498,6 +525,43 @@ def written_places(op: Op) -> tuple[int, int] | None:
     return None if index.dtype == "bool" else (place, len(index.shape))
 
 
+def _index_write(op: Op, inputs: Inputs) -> Results:
+    """Write `table[..., indices, ...] = values`, e.g. into a cache: the other dimensions are the same axes."""
+    table, values = inputs[0], inputs[-1]
+    written = written_places(op)
+    if written is None or len(inputs) < 3:
+        return [table]
+    place, rank = written
+    expected: list[Dim | None] = list(table)
+    expected[place : place + 1] = [None] * rank
+    dims = zip(reversed(expected), reversed(values), strict=False)
+    for dim, value in dims:
+        if dim is not None and size_of(dim) == size_of(value):
+            unify(dim, value)
+    return [table]
+
+
+def _gather(op: Op, inputs: Inputs) -> Results:
+    """Keep the axes of the source, except in the gathered dimension, which has the axis of the indices.
+
+    Fewer dimensions come from a scalar, which torch gathers from too.
+    """
+    source, indices = inputs[0], inputs[-1]
+    gathered = _place(op, 1, len(source))
+    dims = []
+    for place, (dim, index) in enumerate(zip(source, indices, strict=False)):
+        is_kept = place != gathered and _keeps_axis(dim, index)
+        dims.append(dim if is_kept else index)
+    return [tuple(dims)]
+
+
+def _keeps_axis(dim: Dim, index: Dim) -> bool:
+    """Return whether a dimension beside the gathered one stays: it is as large, and not repeated."""
+    if size_of(dim) != size_of(index):
+        return False
+    return not any(atom.repeats for atom in resolve(dim))
+
+
 # -- strides ----------------------------------------------------------------------------------------------------------
 
 
@@ -580,12 +644,15 @@ RULES: dict[str, Rule] = {
     "split": split_pieces,
     "slice": slice_piece,
     "join": _join,
+    "pad": _pad,
     "product": _product,
     "scores": _scores_of_kernel,
     "mask": _mask_of_kernel,
     "context": _product_by_head,
     "convolution": _convolution,
     "index": _index,
+    "index_write": _index_write,
+    "gather": _gather,
     "columns": _columns,
     "complex": _complex,
 }
