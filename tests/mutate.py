@@ -41,7 +41,7 @@ PAGES = "tests/corpus/test_pages.py"
 """The snapshots, which hold words and do not count: whether one changes is said of a survivor."""
 LEAVING = {
     "record": "repeated_steps without_numbers",
-    "graph": """axis dimensions find instances late layout layouts memory pairs part pieces reading rules scores softmax
+    "graph": """axis dimensions find late layout layouts memory pairs part pieces reading rules scores softmax
         standardised summed_outputs turns values whole written_out""",
     "naming": "heads roles",
     "answers": """continuation diff_reasons lookalikes mask_reasons norm_reasons rank_differences row_orders same_tokens

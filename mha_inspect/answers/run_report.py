@@ -310,9 +310,9 @@ def _facts_of(run: Run, leaves: Mapping[int, Tensor]) -> list[_Facts]:
     facts = []
     for (attention, names), instance in zip(run.attentions, distinct.instances, strict=True):
         of_first = once[instance.place]
-        translation = instance.translation
-        is_shared = translation is None  # it is the first of its equals
-        if translation is not None and reader.are_alike(translation):
+        layer = instance.layer
+        is_shared = layer is None  # no layers are equal
+        if layer is not None and reader.read_the_same_in(layer):
             is_shared = not of_first.names_parameters
         if is_shared:
             facts.append(of_first)
@@ -462,8 +462,6 @@ def _notes_on_mixed_heads(attention: Attention) -> Iterator[str]:
 
 def _along(attention: Attention, names: AxisNames) -> str:
     """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
-    if attention.cut_place is not None:
-        return " and ".join(dims_of(names.of_stage("weights"))[attention.cut_place])
     shapes = [turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1])]
     for words, *sizes in zip(dims_of(names.of_stage("scores")), *shapes, strict=True):
         if len(set(sizes)) > 1:

@@ -78,8 +78,6 @@ class Attention:
     pieces: tuple[Attention, ...] = ()
     """The attention of each piece of the queries, of the keys or of the batch, if they are computed in turn; otherwise
     empty. The stages, and the results of both products and of the softmax, are put together from the pieces."""
-    cut_place: int | None = None
-    """The dimension of the weights that is cut, if only the softmax is computed in pieces; otherwise None."""
     is_over_memory: bool = False
     """Whether the keys depend on no input: they are parameters, or computed from parameters."""
     seen: Any = field(default=None, compare=False)

@@ -24,10 +24,6 @@ class Graph(Protocol):
     def learned(self) -> set[int]:
         """Ids of parameters and of tensors that depend on one."""
 
-    @property
-    def softmaxes(self) -> dict[int, Any]:
-        """Index of an operation to the softmax that it completes."""
-
     def forward(self, start: TensorRef, through: _Through) -> Iterator[tuple[Op, Any]]:
         """Yield the operations that read results of a tensor."""
 
@@ -113,7 +109,7 @@ def _is_compared_or_averaged(graph: Graph, op: Op, factor: TensorRef) -> bool:
     if op.does("convolution"):
         return False
     for reader, _ in graph.forward(op.output, _sums_nothing):
-        if reader.index in graph.softmaxes:
+        if reader.does("softmax"):
             return True
     others = [read for read in op.inputs[-2:] if read is not factor]
     return any(_is_of_softmax(graph, read) for read in others)
@@ -123,7 +119,7 @@ def _is_of_softmax(graph: Graph, tensor: TensorRef) -> bool:
     """Return whether a tensor is the weights that a softmax gives, or computed of these element by element."""
     for step in graph.back(tensor, _sums_nothing):
         producer = graph.recording.producer(step.tensor)
-        if producer is not None and producer.index in graph.softmaxes:
+        if producer is not None and producer.does("softmax"):
             return True
     return False
 

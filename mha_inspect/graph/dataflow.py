@@ -10,8 +10,8 @@ A walk back from the input of a softmax follows the axis of the heads to the pro
 >>> with recorder:
 ...     weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
 >>> graph = Graph(recorder.finish(weights))
->>> (softmax,) = graph.softmaxes.values()
->>> for step in graph.back(softmax.masked, graph.passes_on):
+>>> (softmax,) = [op for op in graph.recording.ops if op.does("softmax")]
+>>> for step in graph.back(softmax.inputs[0], graph.passes_on):
 ...     op, dims = graph.recording.producer(step.tensor), graph.dimensions.of(step.tensor)
 ...     print(op.base_name, op.output.shape, [[atom.size for atom in dim] for dim in dims])
 div (2, 3, 5, 7) [[2], [3], [5], [7]]
@@ -39,9 +39,8 @@ from .axis import plain_name, setting
 from .computed_weights import computed_weights
 from .dimensions import Axis, Dimensions, wide
 from .ids import any_in, ids_of
-from .part import Part, parts_behind, whole
+from .labels import is_made_of
 from .products import Product, product_of
-from .softmax import Softmax, softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up. Every attention is shorter."""
@@ -174,6 +173,10 @@ class Graph:
     def comes_from_inputs(self, *tensors: TensorRef) -> bool:
         """Return whether all of these depend on an input of the run."""
         return all(tensor.id in self._from_inputs for tensor in tensors)
+
+    def is_activation(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor depends on an input; in a script, which makes its inputs, whether it is no weight."""
+        return self.comes_from_inputs(tensor) or not (self.recording.input_ids or self.is_weight(tensor))
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
         """Return the ids of the forward's inputs that a tensor depends on."""
@@ -364,16 +367,6 @@ class Graph:
             return True
         return not op.does("scales", "fills", "copies", "masks", "guards", "draws")
 
-    @cached_property
-    def softmaxes(self) -> dict[int, Softmax]:
-        """Index of the operation that gives the weights (or exponentials that are divided later) to its softmax."""
-        softmaxes: dict[int, Softmax] = {}
-        for op in self.recording.ops:
-            softmax = softmax_of(self.recording, op)
-            if softmax is not None:
-                softmaxes[softmax.op.index] = softmax
-        return softmaxes
-
     def moves(self, op: Op) -> bool:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
         return moves(op)
@@ -390,7 +383,7 @@ class Graph:
 
     def passes_on(self, op: Op) -> bool:
         """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""
-        if op.index in self.softmaxes:
+        if op.does("softmax"):
             return False
         return op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
 
@@ -398,33 +391,35 @@ class Graph:
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
-        part = whole(start) if start.id in self._cut_apart else None
-        queue = deque([(Step(start), part)])
-        visited = {start.id: {part}}
+        is_cut = start.id in self._cut_apart
+        queue = deque([Step(start)])
+        visited = {start.id}
         while queue:
-            step, part = queue.popleft()
+            step = queue.popleft()
             yield step
             op = self.producer(step.tensor)
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
-            for tensor, behind in self.parts_read(op, step.tensor, part):
-                parts = visited.setdefault(tensor.id, set())
-                if behind not in parts and tensor.dtype != "bool":
-                    parts.add(behind)
-                    queue.append((Step(tensor, (*step.path, op)), behind))
+            path = (*step.path, op)
+            for tensor in self._read_for(start, path) if is_cut else op.inputs:
+                if tensor.id not in visited and tensor.dtype != "bool":
+                    visited.add(tensor.id)
+                    queue.append(Step(tensor, path))
 
-    def parts_read(
-        self,
-        op: Op,
-        result: TensorRef,
-        part: Part | None,
-    ) -> Iterator[tuple[TensorRef, Part | None]]:
-        """Yield the inputs that a part of a result is made of, each with its own part; all for no part."""
-        if part is not None:
-            yield from parts_behind(op, result, part)
-            return
-        for tensor in op.inputs:
-            yield tensor, None
+    def _read_for(self, start: TensorRef, path: tuple[Op, ...]) -> list[TensorRef]:
+        """Return the inputs of the last operation of a path back that a tensor is made of, of those put side by side.
+
+        Memory stays what it was around what is written into it.
+        """
+        op = path[-1]
+        if op.kind == "write":
+            kept, operands = op.inputs[:1], op.inputs[1:]
+        elif op.does("joins"):
+            kept, operands = (), op.inputs
+        else:
+            return list(op.inputs)
+        in_order = path[::-1]
+        return [*kept, *(tensor for tensor in operands if is_made_of(self, start, tensor, in_order))]
 
     def forward(
         self,

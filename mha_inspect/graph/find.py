@@ -1,8 +1,8 @@
 """Find every attention in a recording by its dataflow, without any class name or source text.
 
-From each softmax a walk goes back through masks and scale to the scores product, and forward to the values product.
-Weights without a softmax are found backward from the values product. From the operands the walk continues to the
-projections, and from the values product to the output. The iterations of a loop over heads are merged.
+Each product that may average values is looked at with the scores that may be behind its weights: what is between them
+is measured. From the operands a walk goes back to the projections, and from the product with the values to the output.
+The iterations of a loop over heads are merged.
 """
 
 from __future__ import annotations
@@ -16,37 +16,25 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside
-from .late import average_of_ones, with_exponentials_masked
-from .memory import memory_paths
-from .pairs import pairs_of
-from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
-from .products import Product, ProductPath
+from .kernels import readings_of_kernels
+from .late import average_of_ones
+from .meet import Meeting, Meetings, moved_for
+from .mixing import mixings_of
+from .pieces import with_keys_joined, with_pieces_joined
+from .products import KernelScores, Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
-from .reading import Reading, read
+from .reading import Reading, Softmax, multiply, read, read_weighing
 from .rerun import Constants
-from .scores import Scoring, mixings_of, moved_for, multiply, read_scoring, score_product, with_keys_of
-from .softmax import Softmax
 from .turns import Joined, heads_agree, pieces_agree, place_of_join
-from .values import (
-    find_pieces,
-    find_weighings,
-    is_made_of_weights,
-    is_routing,
-    softmaxed_side,
-    sums_over_all,
-    value_product,
-)
+from .unlike import compares, is_dispatch, is_made_of_weights, is_routing, softmaxed_side
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording, in the order of computation; empty if there is no attention."""
     constants = Constants(graph, {}, kept=False)
-    attentions = _measured(graph, constants)
-    attentions += _of_softmaxes(graph, attentions, constants)
-    attentions += _of_pieces_and_weighings(graph, attentions, constants)
+    attentions = [*_of_kernels(graph), *_Finder(graph, constants).all()]
     attentions.sort(key=lambda attention: attention.softmax.index)
-    attentions = with_softmaxes_joined(graph, attentions)
-    attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
+    attentions = [attention for attention in attentions if not is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
     taken: set[int] = set()
     contexts: set[int] = set()
@@ -57,108 +45,83 @@ def attentions_of(graph: Graph) -> list[Attention]:
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions), constants)
 
 
-def _measured(graph: Graph, constants: Constants) -> list[Attention]:
-    """Return the attentions of pairs of products whose weights, as a measurement shows, sum to one."""
-    attentions: dict[int, Attention] = {}
-    mixing: set[int] = set()
-    for pair in pairs_of(graph):
-        reading = read(graph, pair, constants)
-        if reading is None:
-            continue
-        softmax = reading.softmax.op.index
-        # A product whose numbers are summed along the keys is a bias beside the scores, if there are any others.
-        is_better = softmax in mixing and not reading.mixes_positions
-        if softmax in attentions and not is_better:
-            continue
-        attention = _attention_around(graph, reading.softmax, reading.scores, reading.values, reading)
-        if attention is None:
-            continue
-        attentions[softmax] = attention
-        mixing.discard(softmax)
-        if reading.mixes_positions:
-            mixing.add(softmax)
-    return list(attentions.values())
-
-
-def _of_softmaxes(
-    graph: Graph,
-    measured: Sequence[Attention],
-    constants: Constants,
-) -> list[Attention]:
-    """Return the attentions of softmaxes, without those that were measured."""
-    averages = {attention.value_product.op.index for attention in measured}
-    softmaxed = {attention.softmax.index for attention in measured}
+def _of_kernels(graph: Graph) -> list[Attention]:
+    """Return the attentions of fused kernels, which say all of what they compute."""
     attentions = []
-    for softmax in graph.softmaxes.values():
-        if softmax.op.index in softmaxed:
-            continue
-        attention = _of_softmax(graph, softmax, averages)
+    for reading in readings_of_kernels(graph):
+        parts = _Parts(reading.softmax, reading.scores, reading.values, key_first=False, over_queries=False)
+        attention = _attention_of_parts(graph, parts, reading)
         if attention is not None:
-            masked = with_exponentials_masked(graph, attention, constants)
-            attentions.append(replace(masked, average_of_ones=average_of_ones(graph, [attention], constants)))
+            attentions.append(attention)
     return attentions
 
 
-def _of_softmax(graph: Graph, softmax: Softmax, averages: set[int]) -> Attention | None:
-    """Return the attention of a softmax; None if it is none, or if its product with the values is in `averages`."""
-    values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
-    scores = None
-    if values is not None:
-        if values.product.op.index in averages or not sums_over_all(graph, softmax, values):
-            return None
-        scores = score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
-    if values is not None and scores is not None:
-        return _attention_around(graph, softmax, scores, values)
-    over_memory = memory_paths(graph, softmax)
-    return None if over_memory is None else _attention_around(graph, softmax, *over_memory)
+class _Finder:
+    """Finds the attentions of a run, by measuring what is between scores and products with values."""
 
+    def __init__(self, graph: Graph, constants: Constants) -> None:
+        self._graph = graph
+        self._constants = constants
+        self._meetings = Meetings(graph)
+        self._found: dict[int, Attention] = {}
+        """The index of each softmax to its attention."""
+        self._mixing: set[int] = set()
+        """The softmaxes of several scores: a product whose numbers are summed along the keys is a bias beside the
+        scores, if there are any others."""
 
-def _of_pieces_and_weighings(
-    graph: Graph,
-    before: Sequence[Attention],
-    constants: Constants,
-) -> list[Attention]:
-    """Return the attentions of softmaxes in pieces of the keys, and of weights without a softmax.
+    def all(self) -> list[Attention]:
+        """Return all of them."""
+        remaining = []
+        for values in self._meetings.averages():
+            by_product = [self._take_softmax(meeting) for meeting in self._meetings.products(values)]
+            if not any(by_product) and not any(map(self._take_softmax, self._meetings.joins(values))):
+                remaining.append(values)
+        for meeting in self._meetings.memories():
+            self._take_softmax(meeting)
+        return [*self._found.values(), *self._weighings(remaining)]
 
-    Products of the attentions `before` are none of theirs. Pieces that give one context are one attention.
-    """
-    taken: set[int] = set()
-    for attention in before:
-        taken.update((attention.score_product.op.index, attention.value_product.op.index))
-    pieces: dict[int, list[Attention]] = {}
-    for softmax, scores, values in (*find_pieces(graph), *find_weighings(graph, taken)):
-        piece = _attention_around(graph, softmax, scores, values)
-        if piece is not None:
-            masked = with_exponentials_masked(graph, piece, constants)
-            pieces.setdefault(piece.stages["context"].id, []).append(masked)
-    attentions = []
-    for turns in pieces.values():
-        if pieces_agree(turns):
-            joined = with_keys_joined(graph, turns)
-            attentions.append(replace(joined, average_of_ones=average_of_ones(graph, turns, constants)))
-    return attentions
-
-
-def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
-    """Return whether one scores product gives the weights of two averages, and one average depends on the other.
-
-    This is a soft mixture of experts: tokens are averaged into slots, and the results are averaged back into tokens.
-    With projected values it is an attention of two sides to each other.
-    """
-    scores = attention.score_product.op
-    for second in attentions:
-        if second is attention or second.score_product.op is not scores:
-            continue
-        if _gives_values(graph, attention, second) or _gives_values(graph, second, attention):
+    def _take_softmax(self, meeting: Meeting) -> bool:
+        """Note the attention of a meeting whose weights sum to one; return whether they do."""
+        reading = read(self._graph, meeting, self._constants)
+        if reading is None:
+            return False
+        softmax = reading.softmax.op.index
+        is_better = softmax in self._mixing and not reading.mixes_positions
+        if softmax in self._found and not is_better:
             return True
-    return False
+        attention = _attention_around(self._graph, reading)
+        if attention is None:
+            return True
+        self._found[softmax] = attention
+        self._mixing.discard(softmax)
+        if reading.mixes_positions:
+            self._mixing.add(softmax)
+        return True
 
-
-def _gives_values(graph: Graph, first: Attention, second: Attention) -> bool:
-    """Return whether an average of values that were not projected leads to the values of another attention."""
-    if "value" in first.projections:
-        return False
-    return graph.leads_to(first.stages["context"], second.stages["v_heads"])
+    def _weighings(self, remaining: Sequence[ProductPath]) -> list[Attention]:
+        """Return the attentions of weights that are no softmax; pieces that give one context are one attention."""
+        graph, constants = self._graph, self._constants
+        taken: set[int] = set()
+        for attention in self._found.values():
+            taken.update((attention.score_product.op.index, attention.value_product.op.index))
+        pieces: dict[int, list[Attention]] = {}
+        for values in remaining:
+            if values.product.op.index in taken:
+                continue
+            for meeting in (*self._meetings.products(values), *self._meetings.joins(values)):
+                if meeting.scores.op.index in taken or not compares(graph, meeting.scores):
+                    continue
+                reading = read_weighing(graph, meeting, constants)
+                piece = None if reading is None else _attention_around(graph, reading)
+                if piece is not None:
+                    pieces.setdefault(piece.stages["context"].id, []).append(piece)
+                    break
+        attentions = []
+        for turns in pieces.values():
+            if pieces_agree(turns):
+                joined = with_keys_joined(graph, turns)
+                attentions.append(replace(joined, average_of_ones=average_of_ones(graph, turns, constants)))
+        return attentions
 
 
 @dataclass(frozen=True)
@@ -183,6 +146,11 @@ class _Parts:
         """The keys as the product of the scores reads them."""
         return self.scores.product.left if self.key_first else self.scores.product.right
 
+    @property
+    def has_keys_transposed(self) -> bool:
+        """Whether the product reads the keys with positions last."""
+        return not self.key_first and not isinstance(self.scores.product, KernelScores)
+
     def positions(self, graph: Graph) -> dict[str, set[Axis]]:
         """Return the axes of the positions of each side."""
         scored = self.scores.product.axes(graph.dimensions)
@@ -194,20 +162,19 @@ class _Parts:
         }
 
 
-def _attention_around(
-    graph: Graph,
-    softmax: Softmax,
-    scores: ProductPath,
-    values: ProductPath,
-    reading: Reading | None = None,
-) -> Attention | None:
-    """Return the attention around a softmax or around other weights; None if this is no attention."""
-    scores = scores._replace(product=with_keys_of(graph, scores.product, values.values))
+def _attention_around(graph: Graph, reading: Reading) -> Attention | None:
+    """Return the attention that was read; None if this is no attention."""
+    softmax, scores, values = reading.softmax, reading.scores, reading.values
     side = softmaxed_side(graph, scores.product, values, softmax.masked, softmax.dim)
     if side is None or is_made_of_weights(graph, values.values, softmax, scores.product):
         return None
     key_first, over_queries = side
-    parts = _Parts(softmax, scores, values, key_first, over_queries)
+    return _attention_of_parts(graph, _Parts(softmax, scores, values, key_first, over_queries), reading)
+
+
+def _attention_of_parts(graph: Graph, parts: _Parts, reading: Reading) -> Attention | None:
+    """Return the attention of these parts; None if they route tokens, or say where something is."""
+    values = parts.values
     if is_routing(graph, parts.query, parts.key, values.values):
         return None
     if graph.comes_from_inputs(parts.key) and values.values.id not in graph.given_or_learned:
@@ -215,27 +182,26 @@ def _attention_around(
     return _attention_of(graph, parts, reading)
 
 
-def _attention_of(graph: Graph, parts: _Parts, reading: Reading | None) -> Attention:
-    """Return the attention of these parts, with the steps that were measured if there is a reading."""
+def _attention_of(graph: Graph, parts: _Parts, reading: Reading) -> Attention:
+    """Return the attention of these parts."""
     softmax, values, product = parts.softmax, parts.values, parts.scores.product
     query_heads = _heads(graph, product, parts.query, transposed=parts.key_first)
-    key_heads = _heads(graph, product, parts.key, transposed=not parts.key_first)
+    key_heads = _heads(graph, product, parts.key, transposed=parts.has_keys_transposed)
     value_heads = _heads(graph, values.product, values.values, transposed=values.values_first, unscaled=False)
     heads = {"q_heads": query_heads.tensor, "k_heads": key_heads.tensor, "v_heads": value_heads.tensor}
     module = product.multiply.module
     ends = projections_behind(graph, heads, module, parts.positions(graph))
-    scoring = _scoring(graph, parts) if reading is None else reading.scoring
-    factor = multiply([scoring.scale, scoring.late_scale]) if reading is None else reading.factor
+    scoring = reading.scoring
     scores_scale, scale = None, None
     early_scales = _early_scales(graph, ends)
     if product.is_dot:
         scores_scale = multiply([query_heads.scale, key_heads.scale, scoring.scale])
-        scale = multiply([*early_scales.values(), query_heads.scale, key_heads.scale, factor])
-    attention = Attention(
+        scale = multiply([*early_scales.values(), query_heads.scale, key_heads.scale, reading.factor])
+    return Attention(
         softmax=softmax.op,
         score_product=product,
         value_product=values.product,
-        stages={**with_projections(graph, heads, ends), **_stages_after_heads(graph, parts, scoring, reading)},
+        stages={**with_projections(graph, heads, ends), **_stages_after_heads(graph, parts, reading)},
         scale=scale,
         scores_scale=scores_scale,
         early_scales=early_scales,
@@ -256,30 +222,18 @@ def _attention_of(graph: Graph, parts: _Parts, reading: Reading | None) -> Atten
         before_repeats={"key": graph.before_repeats(key_heads.tensor)},
         shifts=scoring.shifts,
         is_over_memory=not graph.comes_from_inputs(parts.key),
+        seen=reading.seen,
+        has_factors=reading.has_factors,
+        weights_scale=reading.weights_scale,
         module=module,
     )
-    if reading is None:
-        return attention
-    return replace(attention, seen=reading.seen, has_factors=reading.has_factors, weights_scale=reading.weights_scale)
 
 
-def _scoring(graph: Graph, parts: _Parts) -> Scoring:
-    """Return the steps from the scores to the softmax, as the names of the operations say."""
-    softmax = parts.softmax
-    return read_scoring(graph, parts.scores.product, parts.scores.path, softmax.masked, softmax.dim)
-
-
-def _stages_after_heads(
-    graph: Graph,
-    parts: _Parts,
-    scoring: Scoring,
-    reading: Reading | None,
-) -> dict[str, TensorRef]:
+def _stages_after_heads(graph: Graph, parts: _Parts, reading: Reading) -> dict[str, TensorRef]:
     """Return the scores, the masked scores, the weights and the context; without those that are never made."""
-    softmax = parts.softmax
+    softmax, scoring = parts.softmax, reading.scoring
     stages = {"scores": scoring.scores}
-    hides_scale = reading is not None and reading.hides_scale
-    if scoring.masks or (scoring.steps and not hides_scale):
+    if scoring.masks or (scoring.steps and not reading.hides_scale):
         stages["masked_scores"] = scoring.masked
     if softmax.divided is not None:
         stages["context"] = softmax.divided.output

@@ -10,16 +10,16 @@ pieces of the keys it has: a numerator that is masked alone, or rescaled otherwi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..record.ops import Op, TensorRef
+from ..record.ops import TensorRef
 from .attention import Attention
 from .dataflow import Graph
 from .ids import by_id
-from .replay import NotReplayedError, Region, Replay, drawn, in_layout, measuring, region
+from .replay import NotReplayedError, Replay, drawn, in_layout, measuring, region
 from .rerun import Constants
 
 _NEAR = 0.02
@@ -70,11 +70,6 @@ def _values_of(turn: Attention) -> TensorRef:
     return turn.value_product.left if turn.value_first else turn.value_product.right
 
 
-def _weights_of(turn: Attention) -> TensorRef:
-    """Return the factor of the product with the values that is the exponentials."""
-    return turn.value_product.right if turn.value_first else turn.value_product.left
-
-
 @dataclass(frozen=True)
 class _Division:
     """The part from scores and values to what is divided, by id."""
@@ -99,70 +94,6 @@ class _Division:
         for tensor in self.values.values():
             given[tensor.id] = _filled(tensor, number)
         return self.replay.run(given, draw)[self.result.id]
-
-
-def with_exponentials_masked(
-    graph: Graph,
-    turn: Attention,
-    constants: Constants,
-) -> Attention:
-    """Return an attention with what masks its exponentials, e.g. `scores.exp().tril()`, or multiplies them by numbers.
-
-    It is read where these numbers are known, and where exponentials and weights have the same layout.
-    """
-    weights, exponentials = _weights_of(turn), turn.softmax.output
-    if turn.divided is None or weights.id == exponentials.id:
-        return turn
-    part = region(graph, (exponentials,), weights)
-    content = _content_for_ones(graph, part, constants)
-    alike = [op for op in part.ops if op.output.shape == exponentials.shape]
-    if content is None or not alike:
-        return turn
-    factors = content[alike[-1].output.id]
-    if not _has_same_numbers(factors, content[weights.id]):
-        return turn
-    changing = []
-    for op in alike:
-        if bool((content[op.output.id] != 1).any()):
-            changing.append(op)
-    if not changing:
-        return turn
-    seen = factors != 0
-    return replace(
-        turn,
-        seen=None if bool(seen.all()) else seen,
-        masks=_with_mask(turn.masks, changing),
-        has_factors=torch.unique(factors[seen]).numel() > 1,
-    )
-
-
-def _content_for_ones(
-    graph: Graph,
-    part: Region,
-    constants: Constants,
-) -> dict[int, Tensor] | None:
-    """Return the content of each tensor of a region for a source of ones; None if that is unknown."""
-    (source,) = part.sources
-    try:
-        with measuring():
-            replay = Replay(graph, part, constants)
-            content = replay.run({source.id: _filled(source, 1.0)})
-    except NotReplayedError:
-        return None
-    return None if replay.unknown else content
-
-
-def _has_same_numbers(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have the same numbers in any order: between them there may be reshapes."""
-    return torch.equal(left.flatten().sort().values, right.flatten().sort().values)
-
-
-def _with_mask(masks: tuple[Op, ...], changing: Sequence[Op]) -> tuple[Op, ...]:
-    """Return masks with the first operation that changes exponentials, if none of these is among the masks."""
-    indices = {op.index for op in masks}
-    if any(op.index in indices for op in changing):
-        return masks
-    return (*masks, changing[0])
 
 
 def _filled(tensor: TensorRef, number: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
@@ -101,6 +101,16 @@ class ProductAxes:
 
 
 @dataclass(frozen=True)
+class KernelScores(Product):
+    """The product of queries and keys in a fused attention kernel, which does not transpose the keys for it."""
+
+    def axes(self, dimensions: Dimensions) -> ProductAxes:
+        """Return the role of each dimension of the factors and of the result."""
+        axes = self._axes_of_matrices(dimensions)
+        return replace(axes, right_inner=axes.right_columns, right_columns=axes.right_inner)
+
+
+@dataclass(frozen=True)
 class Joint(Product):
     """Scores of two factors that are broadcast and added, subtracted or concatenated.
 
@@ -144,9 +154,12 @@ class ProductPath(NamedTuple):
 
 
 def product_of(recording: Recording, op: Op) -> Product | None:
-    """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
+    """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None.
+
+    Those of fused attention kernels are read by `kernels`.
+    """
     if op.does("product"):
-        if len(op.inputs) < 2:
+        if len(op.inputs) < 2 or op.is_step:
             return None
         left, right = op.inputs[-2:]
         return Product(op, op, left, right)

@@ -9,16 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
-from .attention import Attention, features_place
+from .attention import features_place
 from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
 from .ids import ids_of
-from .part import may_overlap
-from .scores import mixing_of
+from .labels import is_made_of
+from .mixing import mixing_of
 
 Origin = tuple[int, int, int]
-_LONGEST = 20
-"""Operations after which it is no step before a projection."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +345,7 @@ def _projected(
     producer_index = graph.recording.producers.get(whole.id, -1)
     since_whole = [op for op in end.path if op.index > producer_index]
     piece = whole
-    for op, reader in _with_readers(_without_other_writes(since_whole, heads)):
+    for op, reader in _with_readers(_without_other_writes(graph, since_whole, heads)):
         if not graph.moves(op):
             break
         read = _output_read(op, [heads] if reader is None else reader.inputs)
@@ -359,11 +357,11 @@ def _projected(
     return piece
 
 
-def _without_other_writes(path: Sequence[Op], heads: TensorRef) -> list[Op]:
+def _without_other_writes(graph: Graph, path: Sequence[Op], heads: TensorRef) -> list[Op]:
     """Return a path without writes into slices that have no part of the heads, and without these slices."""
     kept: list[Op] = []
-    for op in path:
-        if not _writes_elsewhere(op, heads):
+    for place, op in enumerate(path):
+        if op.kind != "write" or is_made_of(graph, heads, op.output, path[place + 1 :]):
             kept.append(op)
         elif kept and _makes_target(kept[-1], op):
             kept.pop()
@@ -373,14 +371,6 @@ def _without_other_writes(path: Sequence[Op], heads: TensorRef) -> list[Op]:
 def _makes_target(op: Op, write: Op) -> bool:
     """Return whether an operation makes the slice that another one writes into."""
     return bool(op.outputs) and op.output.id == write.inputs[0].id
-
-
-def _writes_elsewhere(op: Op, heads: TensorRef) -> bool:
-    """Return whether an operation writes into the memory of the heads, but into no part of them."""
-    if op.kind != "write" or not op.inputs:
-        return False
-    target = op.inputs[0]
-    return target.storage == heads.storage and not may_overlap(target, heads)
 
 
 def _joined_heads(graph: Graph, end: Projection) -> TensorRef | None:
@@ -504,35 +494,3 @@ def _join_of_both(ops: Sequence[Op], left: set[int], right: set[int]) -> Op | No
         if not ids.isdisjoint(only_left) and not ids.isdisjoint(only_right):
             return op
     return None
-
-
-def reduction_of(
-    graph: Graph,
-    attention: Attention,
-    side: str,
-) -> tuple[str, tuple[Op, ...]]:
-    """Return what a query, key or value is computed from, `the query` or `the input`, and the operations, in order.
-
-    Empty without a convolution or pooling in the module of the attention.
-    """
-    query = attention.stages.get("query")
-    origin = None if query is None or side == "query" else graph.before_moves(query).id
-    ops: list[Op] = []
-    tensor: TensorRef | None = attention.stages.get(side)
-    while tensor is not None:
-        op = graph.producer(tensor)
-        is_query = graph.before_moves(tensor).id == origin
-        if op is None or is_query or not inside(op.module, attention.module):
-            if not any(passed.does("convolution", "pools") for passed in ops):
-                return "", ()
-            return ("the query" if is_query else "the input"), tuple(ops[::-1])
-        if op.kind == "compute":
-            ops.append(op)
-        tensor = _only_activation(graph, op) if len(ops) < _LONGEST else None
-    return "", ()
-
-
-def _only_activation(graph: Graph, op: Op) -> TensorRef | None:
-    """Return the one tensor that an operation reads and that depends on the inputs; None if there are several."""
-    activations = {read.id: read for read in op.inputs if graph.comes_from_inputs(read)}
-    return next(iter(activations.values())) if len(activations) == 1 else None

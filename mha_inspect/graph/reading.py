@@ -1,9 +1,15 @@
-"""Read an attention from measured answers: its softmax, its stages, and the steps between scores and weights."""
+"""Read an attention from measured answers: its weights, its stages, and the steps between scores and weights.
+
+Weights sum to one, or are computed of each score (`sigmoid(scores)`, `relu(scores) / n`), or are exponentials whose sum
+the context is divided by.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isclose
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,19 +17,82 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
 from .axis import plain_name
-from .dataflow import Graph
+from .dataflow import Graph, made_of
 from .ids import any_in, ids_of
-from .pairs import Pair
-from .products import ProductPath
-from .replay import NotReplayedError, measuring
+from .meet import Meeting
+from .mixing import mixings_of
+from .products import Joint, Product, ProductPath
+from .replay import NotReplayedError, Replay, drawn, measuring, region
 from .rerun import Constants
-from .response import Cut, Response, Slope, Softmaxed, Step
-from .scores import Scoring, adds_mask, mixings_of, multiply
-from .softmax import Softmax, is_shift
-from .standardised import statistic_step
+from .response import Cut, Response, Softmaxed, Step
 
 _STEEP = 30
 """Scales above this are measured with smaller scores."""
+_DIVISORS = {"div": 1, "reciprocal": 0}
+"""Operations that divide, and the place of the divisor among their tensors."""
+_COMBINES = ("add", "sub", "mul", "div")
+"""Functions of two tensors, whose names say nothing of what becomes of the scores."""
+
+
+class Softmax(NamedTuple):
+    """What computes weights from scores: a softmax, or other operations."""
+
+    op: Op
+    """The operation that gives the weights; or the exponentials, if the values product comes before the division."""
+    masked: TensorRef
+    """The input of the softmax."""
+    dim: int
+    masks: tuple[Op, ...] = ()
+    """The operations that set exponentials to zero before the sum."""
+    divided: Op | None = None
+    """The operation that divides the values product by the sum, if the weights are never computed; otherwise None."""
+    ops: tuple[Op, ...] = ()
+    """The operations that compute weights without a softmax, in order; `op` is the last."""
+    beside: tuple[int, ...] = ()
+    """The other dimensions that the softmax runs over, e.g. the rows of an image beside its columns."""
+
+
+class Scoring(NamedTuple):
+    """The steps from the product of queries and keys to the softmax, in the order of the run."""
+
+    scores: TensorRef
+    """Scaled scores, before any mask, bias or nonlinear function."""
+    masked: TensorRef
+    """The input of the softmax, without sinks."""
+    scale: float | None
+    """The factor between q·kᵀ and `scores`, e.g. 1/√head_dim; None if unknown."""
+    late_scale: float | None
+    """The factor between `scores` and the softmax, which also scales the masks before it; None if unknown."""
+    masks: list[Op]
+    """The operations that add, fill in or multiply by a mask or a bias."""
+    mixed: list[Mixing]
+    """The projections that mix the scores of heads."""
+    steps: list[tuple[str, float | None]]
+    """The steps from the scores to the softmax, in order: `add`, `fill` or `times` for a mask, `scale` and its number,
+    `mixed` for a projection of heads, or the name of a function."""
+    sinks: Op | None = None
+    """The operation that appends attention sinks."""
+    shifts: tuple[Op, ...] = ()
+    """Those of the masks that add one number to all scores of a query, which changes no weight."""
+
+
+def multiply(numbers: Iterable[float | None]) -> float | None:
+    """Return the product of the numbers; None if one is unknown."""
+    product = 1.0
+    for number in numbers:
+        if number is None:
+            return None
+        product *= number
+    return product
+
+
+def adds_mask(op: Op) -> bool:
+    """Return whether an operation fills in numbers, or adds or subtracts a tensor that is not a single number."""
+    if op.does("fills"):
+        return True
+    if plain_name(op) not in ("add", "sub"):
+        return False
+    return sum(bool(tensor.shape) for tensor in op.inputs) > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,23 +122,127 @@ class Reading:
         return self.weights_scale != 1 and not self.scoring.masks and is_scaled
 
 
-def read(graph: Graph, pair: Pair, constants: Constants) -> Reading | None:
+def read(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None:
     """Return the attention of two products; None if nothing between them sums to one, or it cannot be run again."""
     try:
         with measuring():
-            response = Response(graph, pair.scores.op.output, pair.values.tensor, constants)
-            weights = _weights(response)
-            slope = None if weights is None else response.slope(weights.cut, weights, logarithm=True)
-            if slope is not None and slope.number is not None and abs(slope.number) > _STEEP:
-                # A score that is multiplied by thousands is no mask.
-                size = 1 / abs(slope.number)
-                response = Response(graph, pair.scores.op.output, pair.values.tensor, constants, size)
-            return _read(graph, pair, response)
+            response = _measured(graph, meeting, constants)
+            reading = None if response is None else _read(graph, meeting, response)
+            if reading is None or not _needs_both(graph, meeting.scores, reading.softmax.op.output, constants):
+                return None
+            return reading
+    except NotReplayedError:
+        return _read_unmeasured(graph, meeting)
+
+
+def _read_unmeasured(graph: Graph, meeting: Meeting) -> Reading | None:
+    """Return the attention of two products around torch's own softmax, where nothing can be run again.
+
+    Its scale is known where each operation on the way multiplies by a number or reads another tensor: that is the mask.
+    """
+    product = meeting.scores.op
+    softmaxes = [op for op in region(graph, (product.output,), meeting.values.tensor).ops if op.does("softmax")]
+    if len(softmaxes) != 1 or isinstance(meeting.scores, Joint):
+        return None
+    (softmax,) = softmaxes
+    masked = softmax.inputs[0]
+    path = _way(graph, product.output, masked)
+    scores, masks = product.output, list[Op]()
+    scales: list[float | None] = [_alpha(meeting)]
+    for op in path:
+        if adds_mask(op):
+            masks.append(op)
+        elif graph.is_scale(op):
+            scales.append(graph.scale_of(op))
+        elif not _only_moves(op):
+            scales.append(None)
+        if not masks:
+            scores = op.output
+    scale = multiply(scales)
+    steps: list[tuple[str, float | None]] = [("add", None) for _ in masks]
+    return Reading(
+        softmax=Softmax(softmax, masked, int(softmax.args[1]) % max(len(masked.shape), 1)),
+        scores=ProductPath(meeting.scores, path, product.output),
+        values=meeting.values._replace(path=_way(graph, softmax.output, meeting.values.tensor)),
+        scoring=Scoring(scores, masked, scale, 1.0, masks, mixings_of(graph, path), steps),
+        factor=scale,
+        seen=None,
+    )
+
+
+def _measured(graph: Graph, meeting: Meeting, constants: Constants) -> Response | None:
+    """Return the response of weights to scores; None if nothing between them sums to one.
+
+    Weights that are changed by the scores once more, e.g. `scores.softmax(-1) * (scores > 0)`, end where they are one.
+    """
+    scores, target = meeting.scores.op.output, meeting.values.tensor
+    response = Response(graph, scores, target, constants)
+    if not response.softmaxed:
+        inner = response.first_of_sum_one()
+        if inner is None:
+            return None
+        target = inner
+        response = Response(graph, scores, target, constants)
+    steepness = response.steepness()
+    if steepness > _STEEP:
+        # A score that is multiplied by thousands is no mask.
+        response = Response(graph, scores, target, constants, 1 / steepness)
+    return response
+
+
+def read_weighing(graph: Graph, meeting: Meeting, constants: Constants) -> Reading | None:
+    """Return the attention of two products whose weights are no softmax; None if they are no function of the scores.
+
+    Each weight depends on scores of its own query. Weights that are linear in the scores are linear attention: its
+    products can be reordered, so it has no weights. Values that are made of the scores are no values of theirs.
+    """
+    if graph.leads_to(meeting.scores.op.output, meeting.values.values):
+        return None
+    try:
+        with measuring():
+            response = Response(graph, meeting.scores.op.output, meeting.values.tensor, constants)
+            weights = _weights_by_element(graph, meeting, response)
+            if weights is None or not response.is_of_query(weights) or response.is_linear(weights):
+                return None
+            masked = _before_bend(response, weights)
+            reading = None
+            exponent = response.exponent(masked, weights)
+            if exponent:
+                reading = _read_late(graph, meeting, response, masked, weights)
+            is_divided_unseen = bool(exponent) and response.are_exponentials(masked, weights, exponent or 0.0)
+            if reading is None and not is_divided_unseen:
+                reading = _read_by_element(graph, meeting, response, masked, weights)
+            if reading is None or not _needs_both(graph, meeting.scores, meeting.values.tensor, constants):
+                return None
+            return reading
     except NotReplayedError:
         return None
 
 
-def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
+def _needs_both(graph: Graph, scores: Product, weights: TensorRef, constants: Constants) -> bool:
+    """Return whether weights of joined queries and keys depend on both; a product does.
+
+    Without a nonlinear function a query adds the same number to all of its scores and changes no weight. Neither does
+    what was computed of the keys, e.g. their mean: other keys have another one.
+    """
+    if not isinstance(scores, Joint):
+        return True
+    factors = graph.before_moves(scores.left), graph.before_moves(scores.right)
+    if factors[0].id == factors[1].id:
+        return False
+    replay = Replay(graph, region(graph, factors, weights), constants)
+    generator = torch.Generator().manual_seed(0)
+    given = {factor.id: drawn(factor, generator) for factor in factors}
+    before = replay.run(given)[weights.id]
+    for factor in factors:
+        changed = {**given, factor.id: drawn(factor, generator)}
+        after = replay.run(changed)[weights.id]
+        if torch.allclose(before, after, rtol=1e-9, atol=1e-12, equal_nan=True):
+            return False
+    return True
+
+
+def _read(graph: Graph, meeting: Meeting, response: Response) -> Reading | None:
     weights = _weights(response)
     if weights is None:
         return None
@@ -80,25 +253,169 @@ def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
     softmax = _softmax(response, masked, weights)
     if softmax.masked.shape != softmax.op.output.shape:
         return None
-    scoring = _scoring(graph, response, masked, weights, _alpha(pair))
-    if scoring.sinks is not None and _has_other_scores(graph, pair, scoring.sinks):
-        return None
+    scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
     seen = None if exponentials.is_softmax or response.unknown else response.seen(weights)
     hides_keys = seen is not None and not bool(seen.all())
     if hides_keys and not softmax.masks and not scoring.masks:
         softmax = softmax._replace(masks=(_hiding(response, weights),))
-    slope = response.slope(weights.cut, weights, logarithm=True)
     return Reading(
         softmax=softmax,
-        scores=ProductPath(pair.scores, _path_before(response, masked), pair.scores.op.output),
-        values=pair.values._replace(path=_path_after(response, weights)),
+        scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
+        values=meeting.values._replace(path=_path_to_values(graph, meeting, response, weights)),
         scoring=scoring,
-        factor=_factor(pair, scoring, None if slope is None else slope.number),
+        factor=multiply((scoring.scale, scoring.late_scale, exponentials.exponent)),
         seen=seen,
         has_factors=exponentials.has_factors,
-        weights_scale=_weights_scale(response, masked, weights, scoring, slope),
+        weights_scale=1.0 if exponentials.is_softmax else exponentials.exponent,
         mixes_positions=_mixes_positions(graph, response, masked, weights),
     )
+
+
+def _weights_by_element(graph: Graph, meeting: Meeting, response: Response) -> Softmaxed | None:
+    """Return the cut that gives weights without a softmax, and the dimension of the keys; None if it has none.
+
+    It is the last but for moves and dropout.
+    """
+    place = len(response.cuts) - 1
+    while place > 0 and all(map(_keeps_weights, response.cuts[place].ops)):
+        place -= 1
+    dims = graph.dimensions.of(response.cuts[place].tensor)
+    keys = [dim for dim, axes in enumerate(dims) if not meeting.over.isdisjoint(axes)]
+    return Softmaxed(place, (keys[0],)) if place and len(keys) == 1 else None
+
+
+def _keeps_weights(op: Op) -> bool:
+    return _only_moves(op) or op.base_name in ("native_dropout", "_fused_dropout")
+
+
+def _before_bend(response: Response, weights: Softmaxed) -> int:
+    """Return the last cut that is scores: multiplied by a number, moved, and with a mask or a bias."""
+    masked = 0
+    for place in range(1, weights.cut):
+        effect = response.step(place, weights).effect
+        if effect in ("bend", "mix", "times"):
+            break
+        if effect != "shift":
+            masked = place
+    return masked
+
+
+def _read_late(graph: Graph, meeting: Meeting, response: Response, masked: int, weights: Softmaxed) -> Reading | None:
+    """Return an attention whose context is divided by the sum of the exponentials; None if nothing is divided.
+
+    numbers = (q @ k.mT).exp()                                     # batch heads query key
+    context = numbers @ v / numbers.sum(-1, keepdim=True)
+    """
+    exponentials = _first_bend(response, masked, weights)
+    op = response.cuts[exponentials].op
+    divided = _division(graph, op, meeting.values.product.op)
+    if divided is None:
+        return None
+    seen = None if response.unknown else response.seen(weights)
+    hides_keys = seen is not None and not bool(seen.all())
+    masks = _masks_of_exponentials(response, masked, weights)
+    scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
+    if hides_keys and not masks and not scoring.masks:
+        masks = (_hiding(response, weights),)
+    (dim,) = weights.places
+    tensor = response.cuts[masked].tensor
+    exponent = response.exponent(masked, weights)
+    has_factors = exponent is not None and response.adds_inside(masked, weights, exponent)
+    return Reading(
+        softmax=Softmax(op, tensor, dim, masks, divided=divided),
+        scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
+        values=meeting.values._replace(path=_path_after(response, Softmaxed(exponentials, weights.places))),
+        scoring=scoring,
+        factor=multiply((scoring.scale, scoring.late_scale)),
+        seen=seen if hides_keys else None,
+        has_factors=has_factors,
+    )
+
+
+def _first_bend(response: Response, masked: int, weights: Softmaxed) -> int:
+    """Return the cut that the first nonlinear function of the scores gives."""
+    for place in range(masked + 1, weights.cut):
+        if response.step(place, weights).effect in ("bend", "mix"):
+            return place
+    return weights.cut
+
+
+def _read_by_element(
+    graph: Graph, meeting: Meeting, response: Response, masked: int, weights: Softmaxed
+) -> Reading | None:
+    """Return an attention whose weights are functions of each score, and of sums of a query's: `sigmoid(scores)`."""
+    weighing = _way(graph, response.cuts[masked].tensor, response.cuts[weights.cut].tensor)
+    bent = _first_bend(response, masked, weights)
+    masks = []
+    for place in range(bent + 1, weights.cut + 1):
+        op = response.cuts[place].op
+        if response.step(place, weights).effect in ("times", "fill") and _applies_mask(op):
+            masks.append(op)
+    scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
+    (dim,) = weights.places
+    tensor = response.cuts[masked].tensor
+    if not weighing or len(tensor.shape) != len(weighing[-1].output.shape):
+        return None
+    return Reading(
+        softmax=Softmax(weighing[-1], tensor, dim, tuple(masks), ops=weighing),
+        scores=ProductPath(meeting.scores, _path_before(response, masked), meeting.scores.op.output),
+        values=meeting.values._replace(path=_path_after(response, weights)),
+        scoring=scoring,
+        factor=multiply((scoring.scale, scoring.late_scale)),
+        seen=None,
+    )
+
+
+def _way(graph: Graph, start: TensorRef, end: TensorRef) -> tuple[Op, ...]:
+    """Return the operations on the shortest way between two tensors."""
+    for step in graph.back(end, lambda op: bool(op.inputs)):
+        if step.tensor.id == start.id:
+            return step.path[::-1]
+    return ()
+
+
+def _applies_mask(op: Op) -> bool:
+    """Return whether an operation applies a mask that is a tensor, and does not only scale by a number."""
+    return op.does("fills_where") or len(op.inputs) == 2
+
+
+def _division(graph: Graph, exponential: Op, product: Op) -> Op | None:
+    """Return the last operation that divides what is made of a product with values by what is made of exponentials.
+
+    It is the addition to other pieces after it, if there is one. None if nothing is divided so.
+    """
+    later = graph.recording.ops[exponential.index :]
+    after = [op for op in later if not op.does("product")]
+    contexts = made_of({product.output.id}, after)
+    sums = made_of({exponential.output.id}, after)
+    inverse = made_of(_divided_by(after, sums), after)
+    of_sums = sums - contexts
+    divisions: list[Op] = []
+    for op in after:
+        divides = op.does("scales") and op.output.id in inverse
+        if divides and any_in(op.inputs, contexts) and any_in(op.inputs, of_sums):
+            divisions.append(op)
+    if not divisions:
+        return None
+    first = divisions[0].output
+    if divisions[0].kind == "write":  # other queries may be in the same memory
+        divisions = [op for op in divisions if op.output.offset == first.offset]
+    last = divisions[-1]
+    both = sums | contexts
+    for reader in graph.readers(last.output):
+        if reader.base_name == "add" and both.issuperset(ids_of(reader.inputs)):
+            return reader
+    return last
+
+
+def _divided_by(ops: Iterable[Op], divisors: set[int]) -> set[int]:
+    """Return the ids of what is divided by one of these, or the inverse of it."""
+    quotients = set()
+    for op in ops:
+        place = _DIVISORS.get(plain_name(op))
+        if place is not None and any_in(op.inputs[place:], divisors):
+            quotients.add(op.output.id)
+    return quotients
 
 
 def _mixes_positions(graph: Graph, response: Response, masked: int, weights: Softmaxed) -> bool:
@@ -119,6 +436,8 @@ class _Exponentials:
 
     is_softmax: bool
     """Whether one operation makes them."""
+    exponent: float
+    """The number that the last scores are multiplied by in them, e.g. log(2) where powers of two are taken."""
     has_factors: bool
     """Whether exponentials are multiplied by numbers before the sum."""
 
@@ -135,11 +454,12 @@ def _exponentials(
     if exponent is None:
         scores = response.cuts[masked].tensor
         reads_scores = is_softmax and op.inputs[0].id == scores.id
-        return _Exponentials(is_softmax, has_factors=False) if reads_scores else None
+        return _Exponentials(is_softmax, 1.0, has_factors=False) if reads_scores else None
     has_factors = response.adds_inside(masked, weights, exponent)
     if has_factors and is_softmax:
         return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
-    return _Exponentials(is_softmax, has_factors)
+    is_one = isclose(exponent, 1, rel_tol=1e-6)
+    return _Exponentials(is_softmax, 1.0 if is_one else float(f"{exponent:.6g}"), has_factors)
 
 
 def _softmax(response: Response, masked: int, weights: Softmaxed) -> Softmax:
@@ -158,31 +478,6 @@ def _path_before(response: Response, masked: int) -> tuple[Op, ...]:
     return tuple(path)
 
 
-def _weights_scale(
-    response: Response,
-    masked: int,
-    weights: Softmaxed,
-    scoring: Scoring,
-    slope: Slope | None,
-) -> float:
-    """Return the number that the input of the softmax is multiplied by in it: the weights' slope over its own.
-
-    Without a mask that input is the scores.
-    """
-    is_softmax = response.cuts[weights.cut].op.does("softmax")
-    if is_softmax or slope is None or not slope.number:
-        return 1.0
-    before = response.slope(masked, None, logarithm=False)
-    if before is None or not before.number:
-        return 1.0
-    ratio = slope.number / before.number
-    if isclose(ratio, 1, rel_tol=1e-4):
-        return 1.0
-    if not scoring.masks and scoring.scale:
-        ratio = slope.number / scoring.scale
-    return float(f"{ratio:.6g}")
-
-
 def _hiding(response: Response, weights: Softmaxed) -> Op:
     """Return the operation, of those that compute weights at once, that sets some to zero."""
     cut = response.cuts[weights.cut]
@@ -192,6 +487,15 @@ def _hiding(response: Response, weights: Softmaxed) -> Op:
         if reads_outside or op.does("runs", "fills_where"):
             return op
     return cut.op
+
+
+def _path_to_values(graph: Graph, meeting: Meeting, response: Response, weights: Softmaxed) -> tuple[Op, ...]:
+    """Return the operations from the weights to the product with the values."""
+    measured = response.part.target
+    if measured.id == meeting.values.tensor.id:
+        return _path_after(response, weights)
+    further = region(graph, (measured,), meeting.values.tensor).ops
+    return tuple(op for op in further if op.output.numel == meeting.values.tensor.numel)
 
 
 def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
@@ -205,38 +509,9 @@ def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
     return tuple(path)
 
 
-def _factor(pair: Pair, scoring: Scoring, slope: float | None) -> float | None:
-    """Return the factor of q·kᵀ: the product of the factors of all steps, where it is the slope, or where none is."""
-    of_steps = multiply((scoring.scale, scoring.late_scale))
-    is_multiplied = any(kind == "times" for kind, _ in scoring.steps)
-    if slope is None or is_multiplied:
-        return of_steps
-    slope *= _alpha(pair)
-    return of_steps if of_steps is not None and isclose(of_steps, slope, rel_tol=1e-6) else float(f"{slope:.6g}")
-
-
-def _has_other_scores(graph: Graph, pair: Pair, joins: Op) -> bool:
-    """Return whether the scores are joined with those of another product, and not with sinks."""
-    for tensor in joins.inputs:
-        products = _products_behind(graph, tensor)
-        if products and pair.scores.op.index not in products:
-            return True
-    return False
-
-
-def _products_behind(graph: Graph, tensor: TensorRef) -> set[int]:
-    """Return the indices of the products that scores are passed on from."""
-    products = set()
-    for step in graph.back(tensor, graph.passes_on):
-        op = graph.producer(step.tensor)
-        if op is not None and graph.product(op) is not None:
-            products.add(op.index)
-    return products
-
-
-def _alpha(pair: Pair) -> float:
+def _alpha(meeting: Meeting) -> float:
     """Return the number that a product multiplies its result by, as baddbmm may."""
-    return float(pair.scores.op.kwargs.get("alpha", 1))
+    return float(meeting.scores.op.kwargs.get("alpha", 1))
 
 
 def _weights(response: Response) -> Softmaxed | None:
@@ -265,9 +540,9 @@ def _is_divided_again(response: Response, weights: Softmaxed, later: Softmaxed) 
 
 def _is_same_partition(first: Tensor, rows: Tensor) -> bool:
     """Return whether two numberings put the same scores together."""
-    pairs = torch.unique(torch.stack((first, rows)), dim=1)
+    meetings = torch.unique(torch.stack((first, rows)), dim=1)
     counts = {torch.unique(numbers).numel() for numbers in (first, rows)}
-    return counts == {pairs.shape[1]}
+    return counts == {meetings.shape[1]}
 
 
 def _masked(response: Response, weights: Softmaxed) -> int:
@@ -378,7 +653,7 @@ class _Steps:
         if mixings:
             return self._mix(mixings)
         if any(map(self._graph.norm_name, cut.ops)):
-            return self._bend(cut.ops)
+            return self._bend(cut.ops, 1.0)
         if step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
             return self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
         is_number = step.effect in ("same", "scale") and step.factor is not None
@@ -393,8 +668,8 @@ class _Steps:
         if step.effect in ("add", "fill", "times"):
             return self._mask(cut.ops, step.effect, step.factor)
         if step.effect == "shift":
-            return self._shift(cut.ops, step.factor)
-        return self._bend(cut.ops)
+            return self._shift(place, cut.ops, step.factor)
+        return self._bend(cut.ops, 1.0 if step.factor is None else step.factor)
 
     def _mix(self, mixings: list[Mixing]) -> None:
         self._leave_plain()
@@ -452,26 +727,20 @@ class _Steps:
                 return True
         return False
 
-    def _shift(self, ops: tuple[Op, ...], factor: float | None) -> None:
+    def _shift(self, place: int, ops: tuple[Op, ...], factor: float | None) -> None:
         """Take a number that is added for each softmax: it changes no weight, and is shown unless it guards exp()."""
         if factor is not None and not isclose(factor, 1, rel_tol=1e-9):
             self._scale_late(factor)
-        if any(is_shift(self._graph.recording, op) for op in ops):
-            return
-        statistics = self._statistics(ops)
         op = self._with_operand(ops)
-        if statistics:
+        if self._response.is_guard(place, self._weights) or not adds_mask(op):
+            return
+        if not any(map(self._reads_others, ops)):
             self._leave_plain()
-            self._steps.extend((statistic, None) for statistic in statistics)
-        elif adds_mask(op):
-            self._masks.append(op)
-            self._shifts.append(op)
-            self._steps.append(("add", None))
-
-    def _statistics(self, ops: tuple[Op, ...]) -> list[str]:
-        """Return how operations combine the scores with statistics of them: `- mean`, `/ std`."""
-        steps = [statistic_step(self._graph, op, self._product) for op in ops]
-        return [step for step in steps if step]
+            self._steps.append(("made", None))
+            return
+        self._masks.append(op)
+        self._shifts.append(op)
+        self._steps.append(("add", None))
 
     def _scale_late(self, factor: float | None) -> None:
         """Take a multiplication after the stage of the scores."""
@@ -480,7 +749,7 @@ class _Steps:
 
     def _move(self, place: int, cut: Cut) -> None:
         if self._moves_positions(place):
-            self._bend(cut.ops)
+            self._bend(cut.ops, 1.0)
         elif self._is_plain and cut.op.base_name != "_to_copy":
             self._scores = cut.tensor
 
@@ -506,6 +775,8 @@ class _Steps:
             self._scores = self._moved(ops)
         is_scaled = factor is None or not isclose(factor, 1, rel_tol=1e-6)
         if effect == "times":
+            if factor is None:
+                self._late_scales.append(None)
             self._masks.append(op)
             self._steps.append(("times", None))
             return
@@ -515,42 +786,35 @@ class _Steps:
         is_filled = effect == "fill" and op.does("fills")
         self._steps.append(("fill" if is_filled else "add", None))
 
-    def _bend(self, ops: tuple[Op, ...]) -> None:
-        """Take a function of the scores: a norm, a combination with statistics of them, or a nonlinear function."""
+    def _bend(self, ops: tuple[Op, ...], slope: float) -> None:
+        """Take a function of the scores: a norm, or a nonlinear function of each or of all of them."""
         computing = _computing(ops)
         norms = list(filter(None, map(self._graph.norm_name, ops)))
-        statistics = self._statistics(ops)
-        # A maximum is subtracted along another axis than that of the softmax.
-        is_normed = any(is_shift(self._graph.recording, op) for op in ops)
-        adds_other = adds_mask(computing[-1]) and any(map(self._reads_others, ops))
         name = plain_name(computing[-1])
-        if norms or statistics:
-            is_scaled = bool(norms) or any(op.does("scales") for op in computing)
-            self._combine(name, norms[:1] or statistics, is_scaled=is_scaled)
-        elif adds_other and not is_normed:
-            self._mask(ops, "add", 1.0)
-        else:
-            self._bend_alone(name, is_normed=is_normed)
-
-    def _combine(self, name: str, steps: list[str], *, is_scaled: bool) -> None:
-        """Take a norm of the scores, or statistics that they are combined with."""
-        if name == "tanh" and self._may_be_capped:
-            self._leave_cap()
-        else:
+        if norms:
             self._leave_plain()
-            if is_scaled:
-                self._late_scales.append(None)
-        self._steps.extend((step, None) for step in steps)
+            self._late_scales.append(None)
+            self._steps.append((norms[0], None))
+        elif adds_mask(computing[-1]) and any(map(self._reads_others, ops)):
+            self._mask(ops, "add", 1.0)
+        elif computing[-1].kind == "write":
+            # A part of the scores is written over.
+            self._late_scales.append(None)
+            self._steps.append(("f", None))
+        else:
+            self._late_scales.append(slope)
+            self._bend_alone(name)
 
-    def _bend_alone(self, name: str, *, is_normed: bool) -> None:
+    def _bend_alone(self, name: str) -> None:
         """Take a function of the scores alone."""
         if name == "tanh" and self._may_be_capped:
             self._leave_cap()
-        if name in ("add", "sub"):
-            # What is added is made of the scores too, e.g. their own transpose.
-            name = "made"
+        if name in _COMBINES:
+            # What is added, or multiplies, is made of the scores too, e.g. their own transpose, or their deviation.
+            self._leave_plain()
             self._late_scales.append(None)
-        self._steps.append(("log_softmax" if is_normed else name, None))
+            name = "made" if name in ("add", "sub") else "f"
+        self._steps.append((name, None))
 
     @property
     def _may_be_capped(self) -> bool:

@@ -359,7 +359,7 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
         args[place] = None if op.base_name == "_safe_softmax" else False
     kwargs = {}
     for name, value in op.kwargs.items():
-        # The steps of an opened kernel are recorded on meta.
+        # Whatever the device of the run, it is measured on the CPU.
         kwargs[name] = "cpu" if name == "device" else _in_double(value, content)
     results = []
     for result in call_again(op, args, kwargs):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..record.arguments import tensors_in
+from ..record.kernels import STEPS
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
+from .equal_layers import Layer
 from .ids import any_in, ids_of, in_order
-from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
 """Tensors with more elements are not computed again."""
@@ -34,7 +35,7 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     args = [as_argument(value, content) for value in op.args]
     kwargs = {}
     for name, value in op.kwargs.items():
-        # The steps of an opened kernel are recorded on meta.
+        # What a module on meta computes of no input has numbers on the CPU.
         kwargs[name] = "cpu" if value == "meta" else as_argument(value, content)
     return call_again(op, args, kwargs)
 
@@ -64,7 +65,7 @@ def as_argument(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
 
 def call_again(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Call an operation with other arguments, and return its outputs. Raise `ValueError` if their shapes differ."""
-    function = attrgetter(op.name)(torch.ops)
+    function = STEPS[op.base_name] if op.is_step else attrgetter(op.name)(torch.ops)
     results = []
     for _, tensor in tensors_in(function(*args, **kwargs)):
         results.append(tensor)
@@ -296,20 +297,9 @@ class Constants:
         for op in _behind(self._recording, ends, tensor)[:-1]:
             self.value(op.output)
 
-    def are_alike(self, translation: Translation) -> bool:
-        """Return whether everything that was read so far has the same content where a translation leads."""
-        tensors = self._read.values()
-        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in tensors)
-
-    def _has_content_of(self, tensor: TensorRef, like: TensorRef) -> bool:
-        if tensor.id == like.id:
-            return True
-        for contents in (self._recording.values, self._leaves):
-            left = contents.get(tensor.id)
-            right = contents.get(like.id)
-            if left is not right and not same_content(left, right):
-                return False
-        return True
+    def are_in(self, layer: Layer) -> bool:
+        """Return whether everything that was read so far has the same content in an equal layer."""
+        return layer.has_same(self._read.values(), self._recording.values, self._leaves)
 
     def _computed(self, tensor: TensorRef) -> Tensor:
         value = self.value(tensor)

@@ -65,14 +65,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Slope:
-    """By what scores are multiplied."""
-
-    number: float | None
-    """None if it differs by head, or with numbers that are unknown."""
-
-
-@dataclass(frozen=True)
 class Step:
     """What happens from one cut to the next."""
 
@@ -135,6 +127,10 @@ def cuts_of(graph: Graph, part: Region) -> list[Cut]:
     since: list[Op] = []
     alive = {source.id}
     for place, op in enumerate(part.ops):
+        if since and op.does("softmax"):
+            # Other views of the same memory may be read later too, where a part of the scores was written over.
+            cuts.append(Cut(op.inputs[0], tuple(since)))
+            since = []
         since.append(op)
         alive.update(output.id for output in op.outputs if output.id in on_the_way)
         alive = {number for number in alive if read_last.get(number, -1) > place}
@@ -185,7 +181,6 @@ class Response:
         self._orders: dict[int, Tensor | None] = {}
         self._in_order: dict[int, _Answers | None] = {}
         self._rows: dict[Softmaxed, Tensor | None] = {}
-        self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
         self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
         first = drawn(self.scores, generator, size)
@@ -272,6 +267,15 @@ class Response:
                 summed.append(Softmaxed(place, places))
         return summed
 
+    def first_of_sum_one(self) -> TensorRef | None:
+        """Return the first tensor between scores and target that sums to one; None if none does."""
+        for op in self.part.ops:
+            for output in op.outputs:
+                is_number = output.dtype.startswith(("float", "bfloat"))
+                if is_number and self._sums_to_one(output):
+                    return output
+        return None
+
     def _sums_to_one(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the dimensions along which the numbers of a tensor sum to one in both answers; empty if none do."""
         shape = self._narrow.of_run(tensor).shape
@@ -280,14 +284,14 @@ class Response:
             return ()
         if any(bool((answer < -_ONE).any()) for answer in answers):
             return ()
+        maker = self.graph.producer(tensor)
+        if maker is not None and maker.does("softmax"):
+            place = int(maker.args[1]) % len(shape)
+            return (place,) if all(_is_one_or_empty(answer.sum(place)) for answer in answers) else ()
         single = [place for place in range(len(shape)) if _sum_to_one(answers, place)]
         for place in reversed(single):
             if shape[place] > 1:
                 return (place,)
-        # The exponential of a single score less the maximum is one too.
-        maker = self.graph.producer(tensor)
-        if single and maker is not None and maker.does("softmax"):
-            return (single[-1],)
         for place in range(len(shape) - 1):  # e.g. over the rows and the columns of an image
             pair = (place, place + 1)
             is_long = min(shape[place], shape[place + 1]) > 1
@@ -328,61 +332,18 @@ class Response:
 
     # -- logits -------------------------------------------------------------------------------------------------------
 
-    def slope(
-        self,
-        place: int,
-        softmaxed: Softmaxed | None,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        key = place, softmaxed, logarithm
-        if key not in self._slopes:
-            self._slopes[key] = self._measure_slope(place, softmaxed, logarithm=logarithm)
-        return self._slopes[key]
-
-    def _measure_slope(
-        self,
-        place: int,
-        softmaxed: Softmaxed | None,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
-        rows = None
-        if softmaxed is not None:
-            rows = self.rows(softmaxed)
-            if rows is None:
-                return None
-        slopes = []
-        for draw in range(2 if self.unknown else 1):
-            slope = self._slope_in_draw(self.cuts[place].tensor, rows, draw, logarithm=logarithm)
-            if slope is None:
-                return None
-            slopes.append(slope)
-        first, last = slopes[0], slopes[-1]
-        if first.number is None or last.number is None:
-            return Slope(None)
-        return first if _near(first.number, last.number, 1e-5) else Slope(None)
-
-    def _slope_in_draw(
-        self,
-        tensor: TensorRef,
-        rows: Tensor | None,
-        draw: int,
-        *,
-        logarithm: bool,
-    ) -> Slope | None:
-        """Return the slope of a tensor, or of its logarithm, with the stand-ins of a draw; None if it is not linear."""
-        small = _small(self.scores)
-        answers = [self._replay.run({self.scores.id: numbers}, draw) for numbers in small]
-        values = self._both_by_score(tensor, answers)
-        if values is None:
-            return None
-        if logarithm:
-            values = _Answers(values.first.log(), values.second.log())
-        scores = _Answers(small[0].flatten(), small[1].flatten())
-        return _fitted(values.difference, scores.difference, rows, self.scores.shape)
+    def steepness(self) -> float:
+        """Return by how much more than the scores anything changes on the way to the weights, for small scores."""
+        first, second = _small(self.scores)
+        given = _largest(second - first)
+        answers = [self._replay.run({self.scores.id: numbers}) for numbers in (first, second)]
+        steepest = 0.0
+        for cut in self.cuts[1:]:
+            change = answers[1][cut.tensor.id] - answers[0][cut.tensor.id]
+            finite = change[change.isfinite()]
+            if finite.numel():
+                steepest = max(steepest, _largest(finite) / given)
+        return steepest
 
     def are_logits(self, place: int, softmaxed: Softmaxed) -> bool:
         """Return whether the softmax of a cut is the weights, apart from keys that are masked out later."""
@@ -457,6 +418,67 @@ class Response:
         rest = weight.log() - exponent * value
         apart = _centred(rest, by_row.rows, seen)[seen]
         return bool(apart.numel()) and _largest(apart) > _LOGITS
+
+    def is_guard(self, place: int, softmaxed: Softmaxed) -> bool:
+        """Return whether a cut is scores less the largest of each softmax, or less the logarithm of their sum.
+
+        Either keeps exponentials from overflowing, whatever the scores are.
+        """
+        by_row = self._with_rows(place, softmaxed)
+        if by_row is None:
+            return False
+        is_score = by_row.rows >= 0
+        rows = by_row.rows[is_score]
+        count = int(rows.max()) + 1
+        start = torch.full((count,), -torch.inf, dtype=torch.float64)
+        largest, sums = [], []
+        for numbers in by_row.values.both:
+            given = numbers[is_score].nan_to_num(-torch.inf)
+            largest.append(start.scatter_reduce(0, rows, given, "amax"))
+            sums.append(torch.zeros_like(start).index_add(0, rows, given.exp()).log())
+        return all(map(_is_nothing, largest)) or all(map(_is_nothing, sums))
+
+    def is_of_query(self, weights: Softmaxed) -> bool:
+        """Return whether weights depend on scores of their own query alone: of every second one the others change."""
+        rows = self.rows(weights)
+        given = self.answers(0)
+        before = self.answers(weights.cut)
+        if rows is None or given is None or before is None:
+            return False
+        others = rows % 2 == 1
+        changed = torch.where(others, given.second, given.first)
+        scores = self.cuts[0].tensor
+        answer = self._replay.run({scores.id: changed.view(self.scores.shape)})
+        tensor = self.cuts[weights.cut].tensor
+        after = self._by_score(tensor, answer[tensor.id])
+        if after is None:
+            return False
+        own = (rows >= 0) & ~others
+        return torch.allclose(after[own], before.first[own], rtol=1e-9, atol=1e-12, equal_nan=True)
+
+    def are_exponentials(self, place: int, weights: Softmaxed, exponent: float) -> bool:
+        """Return whether weights are exponentials of a cut with nothing that is computed of other scores."""
+        values, both = self.answers(place), self.answers(weights.cut)
+        if values is None or both is None:
+            return False
+        seen = (both.first > _FAINT) & (both.second > _FAINT)
+        logarithms = both.second.log() - both.first.log()
+        apart = (logarithms - exponent * values.difference)[seen]
+        return bool(apart.numel()) and _largest(apart) <= _LOGITS
+
+    def is_linear(self, weights: Softmaxed) -> bool:
+        """Return whether weights of the mean of both drawn scores are the mean of both weights."""
+        given = self.answers(0)
+        both = self.answers(weights.cut)
+        if given is None or both is None:
+            return False
+        scores = self.cuts[0].tensor
+        middle = (given.first + given.second) / 2
+        answer = self._replay.run({scores.id: middle.view(self.scores.shape)})
+        tensor = self.cuts[weights.cut].tensor
+        between = self._by_score(tensor, answer[tensor.id])
+        mean = (both.first + both.second) / 2
+        return between is not None and torch.allclose(between, mean, rtol=1e-7, atol=1e-9, equal_nan=True)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -560,7 +582,21 @@ class Response:
         factors = change.factors()
         if factors is not None:
             return self._of_factors(factors, seen, rows)
-        return Step("bend" if self._is_elementwise(place) else "mix", None)
+        return Step("bend", self._slope(place)) if self._is_elementwise(place) else Step("mix", None)
+
+    def _slope(self, place: int) -> float:
+        """Return by what a function of each score multiplies small ones: 1/4 for a sigmoid; 1 if that differs."""
+        before, after = [], []
+        for numbers in _small(self.scores):
+            answer = self._replay.run({self.scores.id: numbers})
+            before.append(self._by_score(self.cuts[place - 1].tensor, answer[self.cuts[place - 1].tensor.id]))
+            after.append(self._by_score(self.cuts[place].tensor, answer[self.cuts[place].tensor.id]))
+        if before[0] is None or before[1] is None or after[0] is None or after[1] is None:
+            return 1.0
+        given, answered = before[1] - before[0], after[1] - after[0]
+        seen = given.isfinite() & answered.isfinite()
+        slope = _factor(given[seen], answered[seen])
+        return float(f"{slope:.6g}") if slope else 1.0
 
     def _has_factor(self, place: int, factor: float) -> bool:
         """Return whether a factor stays with other numbers in the place of unknown ones."""
@@ -591,7 +627,10 @@ class Response:
         lowest = heads.nan_to_num(torch.inf).amin(1)
         size = heads.nan_to_num(0.0).abs().amax(1)
         is_by_head = bool((highest - lowest <= _CLOSE * size).all())
-        return Step("scale" if is_by_head else "times", None)
+        if is_by_head:
+            return Step("scale", None)
+        is_zero_or_one = _is_near(factors, 0) | _is_near(factors, 1)
+        return Step("times", 1.0 if bool(is_zero_or_one.all()) else None)
 
     def _size_of_head(self) -> int:
         """Return the number of scores of one head: those of one query if they are `batch heads key`."""
@@ -659,6 +698,12 @@ class _Change:
         return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None
 
 
+def _is_nothing(numbers: Tensor) -> bool:
+    """Return whether numbers are zero, where they are finite, and some are."""
+    finite = numbers[numbers.isfinite()]
+    return bool(finite.numel()) and _largest(finite) <= _CLOSE
+
+
 def _small(scores: TensorRef) -> list[Tensor]:
     """Return scores for which every smooth function is linear, twice."""
     generator = torch.Generator().manual_seed(1)
@@ -699,9 +744,13 @@ def _sum_to_one(answers: Sequence[Tensor], places: int | tuple[int, ...]) -> boo
 
 def _is_one(sums: Tensor) -> bool:
     """Return whether most sums are one, and all others are of masked-out rows: zero or NaN."""
-    is_one = (sums - 1).abs() < _ONE
+    return _is_one_or_empty(sums) and bool(((sums - 1).abs() < _ONE).any())
+
+
+def _is_one_or_empty(sums: Tensor) -> bool:
+    """Return whether sums are one, or those of rows in which every key is masked out: zero or NaN."""
     is_empty = sums.isnan() | (sums.abs() < _ONE)
-    return bool((is_one | is_empty).all()) and bool(is_one.any())
+    return bool((((sums - 1).abs() < _ONE) | is_empty).all())
 
 
 def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
@@ -713,47 +762,14 @@ def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
     return bool((highest - lowest <= _CLOSE * highest.abs()).all())
 
 
+def _is_near(numbers: Tensor, number: float) -> Tensor:
+    """Return which numbers are this one, apart from rounding errors."""
+    return (numbers - number).abs() <= _CLOSE
+
+
 def _near(left: float, right: float, error: float) -> bool:
     size = max(abs(left), abs(right), 1e-12)
     return abs(left - right) <= error * size
-
-
-def _fitted(
-    answer: Tensor,
-    given: Tensor,
-    rows: Tensor | None,
-    shape: Sequence[int],
-) -> Slope | None:
-    """Return the factor between the differences of two answers and of two scores, apart from a number for each row.
-
-    None if the rest is more than a rounding error. Differences that are infinite or NaN are of masked-out keys.
-    """
-    seen = answer.isfinite()
-    if rows is not None:
-        seen = seen & (rows >= 0)
-        answer = _centred(answer, rows, seen)
-        given = _centred(given, rows, seen)
-    if not bool(seen.any()):
-        return None
-    answer = torch.where(seen, answer, 0.0)
-    given = torch.where(seen, given, 0.0)
-    square = (given * given).sum()
-    if not bool((given != 0).any()):
-        return None
-    slope = float((answer * given).sum() / square)
-    expected = abs(slope) * _largest(given)
-    limit = 1e-5 * max(_largest(answer), expected, 1e-12)
-    if _largest(answer - slope * given) <= limit:
-        return Slope(slope)
-    if len(shape) < 3:
-        return None
-    # Each head may have a factor of its own.
-    size = shape[-2] * shape[-1]
-    answer = answer.view(-1, size)
-    given = given.view(-1, size)
-    squares = (given * given).sum(1, keepdim=True)
-    factors = (answer * given).sum(1, keepdim=True) / squares.clamp(min=1e-300)
-    return Slope(None) if _largest(answer - factors * given) <= limit else None
 
 
 def _largest(numbers: Tensor) -> float:

@@ -447,6 +447,29 @@ def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
             unify(dims[-back], dim)
 
 
+def _scores_of_kernel(op: Op, inputs: Inputs) -> Results:
+    """Multiply `batch heads query head_dim, batch kv_heads key head_dim -> batch heads query key`."""
+    query, (*lead, keys, features) = inputs
+    return _product_by_head(op, (query, (*lead, features, keys)))
+
+
+def _product_by_head(op: Op, inputs: Inputs) -> Results:
+    """Multiply matrices, `batch heads n k, batch kv_heads k m -> batch heads n m`: several heads may share one."""
+    left, right = inputs
+    if len(right) > 2:
+        *batch, heads, rows, columns = right
+        group = size_of(left[-3]) // max(size_of(heads), 1)
+        if group > 1:
+            heads = (*heads, Axis(group, repeats=True))
+        right = (*batch, heads, rows, columns)
+    return _product(op, (left, right))
+
+
+def _mask_of_kernel(op: Op, inputs: Inputs) -> Results:
+    """Add a bias to the scores; further tensors are where packed sequences start."""
+    return [_broadcast(inputs[: len(op.args)], op.output.shape)]
+
+
 def _convolution(op: Op, inputs: Inputs) -> Results:
     """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis.
 
@@ -623,6 +646,9 @@ RULES: dict[str, Rule] = {
     "join": _join,
     "pad": _pad,
     "product": _product,
+    "scores": _scores_of_kernel,
+    "mask": _mask_of_kernel,
+    "context": _product_by_head,
     "convolution": _convolution,
     "index": _index,
     "index_write": _index_write,

@@ -14,7 +14,6 @@ from ..record.ops import Op, TensorRef
 from .axis import plain_name
 from .dataflow import Graph
 from .ids import ids_of, in_order
-from .part import Part, whole
 
 _LONGEST = 600
 """Operations after which a walk gives up: projections need fewer."""
@@ -56,38 +55,27 @@ class Walk:
         ops: dict[int, Op] = {}
         meetings: dict[tuple[int, int], Meeting] = {}
         projected: set[int] = set()  # ids of tensors that lead to what a projection reads
-        queue = deque[tuple[TensorRef, Part | None]]()
-        queue.append((start, whole(start)))
-        visited: set[tuple[int, Part | None]] = set()
+        queue = deque([start])
         while queue and len(ops) < _LONGEST:
-            tensor, part = queue.popleft()
+            tensor = queue.popleft()
             op = self.graph.producer(tensor)
-            if op is None:
+            if op is None or op.index in ops or not self._follows(op, tensor):
                 continue
-            place = op.index, part
-            if place in visited or not self._follows(op, tensor):
-                continue
-            visited.add(place)
             ops[op.index] = op
             if self.graph.is_weight(tensor):
-                queue += [(read, None) for read in op.inputs]
+                queue += op.inputs
                 continue
-            reads = [*self.graph.parts_read(op, tensor, part)]
-            read_ids = {read.id for read, _ in reads}
             is_projected = tensor.id in projected
             if is_projected:
-                projected.update(read_ids)
+                projected.update(ids_of(op.inputs))
             if self.graph.is_projection(op):
                 projected.add(self.graph.projected(op).id)
                 behind = self._behind_projection(op)
                 applied = self._applied_by_projection(op, is_projected=is_projected)
             else:
                 behind = self._behind(op, tensor)
-                applied = [meeting for meeting in self._applied(op) if meeting.weight.id in read_ids]
-            followed = ids_of(behind)
-            for read, of_read in reads:
-                if read.id in followed:
-                    queue.append((read, of_read))
+                applied = self._applied(op)
+            queue += behind
             for meeting in applied:
                 meetings.setdefault((op.index, meeting.weight.id), meeting)
         learned = [Meeting(None, start, "learned")] if self.graph.is_weight(start) else []

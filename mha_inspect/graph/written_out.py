@@ -11,14 +11,15 @@ and end in a link to what these gave:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..record.catalog import about
-from ..record.ops import RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
+from ..record.kernels import STEPS
+from ..record.ops import KERNEL, RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
 from ..record.rounding import Rounding, max_difference, rounding_error
 from ..record.sight import Sight, sight_of
 from .attention import Attention
@@ -182,21 +183,12 @@ def _shares_memory(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
-@dataclass(frozen=True)
-class _Size:
-    """The sizes of an attention in steps."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    value_dim: int
-
-    @property
-    def batch_heads(self) -> int:
-        """The size of `(batch heads)`."""
-        return self.batch * self.heads
+def _mask_of(whole: WholeAttention) -> Tensor | None:
+    """Return what is added to the scores, or a bool that is true where a query sees a key; None if nothing is."""
+    if whole.bias is None:
+        return whole.seen
+    bias = whole.bias.float()
+    return bias if whole.seen is None else torch.where(whole.seen, bias, -torch.inf)
 
 
 class _Rewriter:
@@ -322,49 +314,22 @@ class _Rewriter:
         if whole.unit:
             query = self._normed(query, line)
             key = self._normed(key, line)
-        key = self._repeated(key, whole.heads // whole.key_heads, line)
-        batch, heads, queries, head_dim = query.shape
-        size = _Size(batch, heads, queries, key.shape[2], head_dim, value.shape[3])
-        scores = self._scores(whole, query, key, size, line)
+        scores = self._step("attention_scores", line, query, key, scale=whole.scale)
         weights = self._weights(whole, scores, maker)
-        context = self._context(weights, value, size, maker)
+        context = self._step("attention_context", maker, weights, value)
         self._new_call()
         last = self._laid(context, whole.context, maker)
         self._link(last, whole.context.tensor, maker)
         return last
 
-    def _scores(
-        self,
-        whole: WholeAttention,
-        query: TensorRef,
-        key: TensorRef,
-        size: _Size,
-        at: Op,
-    ) -> TensorRef:
-        """Add the product of queries and keys, and the scale."""
-        self._new_call()
-        left = self._folded(query, (size.batch_heads, size.queries, size.head_dim), at)
-        right = self._folded(key, (size.batch_heads, size.keys, size.head_dim), at)
-        right = self._do(_A.transpose.int, at, right, 1, 2)
-        product = self._do(_A.bmm.default, at, left, right)
-        shape = [size.batch, size.heads, size.queries, size.keys]
-        scores = self._do(_A.view.default, at, product, shape)
-        if whole.scale != 1:
-            self._new_call()
-            scores = self._do(_A.mul.Tensor, at, scores, whole.scale)
-        return scores
-
     def _weights(self, whole: WholeAttention, scores: TensorRef, at: Op) -> TensorRef:
         """Add the bias, the mask and the softmax, and note which query sees which key."""
+        masked = scores
+        mask = _mask_of(whole)
+        if mask is not None:
+            masked = self._step("attention_mask", at, scores, self._constant(mask))
         self._new_call()
-        if whole.bias is not None:
-            bias = self._constant(whole.bias.float())
-            scores = self._do(_A.add.Tensor, at, scores, bias)
-        if whole.seen is not None:
-            hidden = self._constant(~whole.seen)
-            scores = self._do(_A.masked_fill.Scalar, at, scores, hidden, -torch.inf)
-        self._new_call()
-        weights = self._do(_A._softmax.default, at, scores, -1, False)
+        weights = self._do(_A._softmax.default, at, masked, -1, False)
         seen = torch.ones(weights.shape)
         if whole.seen is not None:
             seen = whole.seen.float().expand(weights.shape)
@@ -372,22 +337,6 @@ class _Rewriter:
         if sight is not None:
             self._sights[weights.id] = sight
         return weights
-
-    def _context(
-        self,
-        weights: TensorRef,
-        value: TensorRef,
-        size: _Size,
-        at: Op,
-    ) -> TensorRef:
-        """Add the product of weights and values: `batch heads query head_dim`."""
-        self._new_call()
-        shape = [size.batch_heads, size.queries, size.keys]
-        left = self._do(_A.view.default, at, weights, shape)
-        right = self._folded(value, (size.batch_heads, size.keys, size.value_dim), at)
-        context = self._do(_A.bmm.default, at, left, right)
-        shape = [size.batch, size.heads, size.queries, size.value_dim]
-        return self._do(_A.view.default, at, context, shape)
 
     def _heads(self, operand: Operand, heads: int, at: Op) -> TensorRef:
         """Return an operand as `batch heads token head_dim`."""
@@ -424,17 +373,6 @@ class _Rewriter:
         self._new_call()
         length = self._do(_A.linalg_vector_norm.default, at, tensor, 2, [-1], True)
         return self._do(_A.div.Tensor, at, tensor, length)
-
-    def _repeated(self, tensor: TensorRef, times: int, at: Op) -> TensorRef:
-        """Repeat each key head: `batch kv_heads key head_dim -> batch (kv_heads group) key head_dim`."""
-        if times == 1:
-            return tensor
-        self._new_call()
-        batch, heads, tokens, size = tensor.shape
-        wide = self._do(_A.unsqueeze.default, at, tensor, 2)
-        shape = [batch, heads, times, tokens, size]
-        wide = self._do(_A.expand.default, at, wide, shape)
-        return self._folded(wide, (batch, heads * times, tokens, size), at)
 
     def _folded(self, tensor: TensorRef, shape: Sequence[int], at: Op) -> TensorRef:
         """Return a tensor in another shape, copied if a view cannot have it."""
@@ -500,6 +438,21 @@ class _Rewriter:
             kind = "view"
         named = {name: str(value) for name, value in kwargs.items()}
         self._add(entry.name, tuple(plain), named, tuple(read), output, kind, at, pointwise=entry.pointwise)
+        return output
+
+    def _step(self, name: str, at: Op, *args: Any, **settings: Any) -> TensorRef:
+        """Add a step of an attention, in a call of its own, and return its result."""
+        self._new_call()
+        read = tuple(value for value in args if isinstance(value, TensorRef))
+        contents = [self._content(value) if isinstance(value, TensorRef) else value for value in args]
+        result = STEPS[name](*contents, **settings)
+        output = self._named(result, self._new_storage())
+        self._numbers[output.id] = result
+        if all(map(self._is_of_run, read)):
+            self._values[output.id] = result
+        self._add(
+            f"{KERNEL}{name}.default", args, settings, read, output, "compute", at, pointwise=name == "attention_mask"
+        )
         return output
 
     def _is_of_run(self, tensor: TensorRef) -> bool:

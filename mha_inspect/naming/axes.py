@@ -180,13 +180,6 @@ class AxisNames:
         names._stages = {**self._stages, **stages}
         return names
 
-    def translated(self, attention: Attention, dimensions: DimensionsOf) -> AxisNames:
-        """Return the names of an equal attention, with the dimensions of its tensors."""
-        names = copy.copy(self)
-        names._attention = attention
-        names._dimensions = dimensions
-        return names
-
     def of(self, tensor: TensorRef, side: str = "") -> str:
         """Return the axes of any other tensor of this attention, e.g. of the returned weights, or of a `k` or `v`."""
         output = self._attention.stages.get("output")
@@ -276,24 +269,14 @@ class AxisNames:
             is_channels = size_of(dims[place]) == tensor.shape[1]
             return place if is_channels and reads_all_channels else None
         if stage == "output":
-            return self._width_place_of_output(dims, place)
+            has_queries = not set(self._roles.query).isdisjoint(wide(dims[place]))
+            return None if has_queries else place
         # The input may have been moved before its projection.
         for tensor in op.inputs:
             for dim in self._dimensions.of(tensor)[-2:]:
                 if wide(dims[place]) == wide(dim):
                     return place
         return None
-
-    def _width_place_of_output(self, dims: tuple[Dim, ...], place: int) -> int | None:
-        """Return the dimension of the features that a matrix makes; None if queries are in it."""
-        roles = self._roles
-        if len(dims) > 3:
-            *_, rows, columns = dims
-            beside = {*roles.batch, *roles.query, *roles.windows}
-            if wide(rows) and not wide(columns) and beside.isdisjoint(rows):
-                place = -2  # single columns that a matrix multiplies from the left
-        has_queries = not set(roles.query).isdisjoint(wide(dims[place]))
-        return None if has_queries else place
 
     def _named(
         self,
@@ -478,8 +461,6 @@ class AxisNames:
 
     def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
         """Name open axes of a stage outside the heads: its width, and positions that are no queries or keys."""
-        if stage in _INPUTS:
-            _name_parts_alone(dims)
         features = self._features_among(dims, stage)
         if self._is_open_width(features, dims, stage):
             width = expected[-1] if stage in _INPUTS else "embed"
@@ -491,8 +472,8 @@ class AxisNames:
             if len(runs) == 1:
                 runs[0].rename("packed")
         others = [dim for dim in dims if dim is not features]
-        runs = self._open_positions(dims, others, stage, expected[0])
-        runs += self._beside_places(others)
+        runs = _open_positions(dims, others, expected[0])
+        runs += _beside_places(others)
         if len(runs) == 1:
             runs[0].rename(POSITIONS)
             return
@@ -515,50 +496,6 @@ class AxisNames:
         if stage not in _INPUTS and not is_after_heads:
             return False
         return _is_open(features) and not _has(dims, "embed")
-
-    def _open_positions(
-        self,
-        dims: Tokens,
-        others: Tokens,
-        stage: str,
-        place: str,
-    ) -> list[_Run]:
-        """Return the dimensions beside the features that are positions: those without a name.
-
-        The rows of a batch that are processed one by one are named here.
-        """
-        runs = [_whole(dim) for dim in others if _is_open(dim)]
-        has_batch = _has(dims, "batch")
-        if not _has(dims, place) and (has_batch or len(runs) < 2):
-            return runs
-        if len(runs) == 1 and not has_batch and stage in self._attention.projections:
-            runs[0].rename("batch")
-        return []
-
-    def _beside_places(self, dims: Tokens) -> list[_Run]:
-        """Return the axes beside queries or windows in one dimension.
-
-        Several positions share one query, or queries are processed in pieces.
-        """
-        runs: list[_Run] = []
-        for dim in dims:
-            large = [run for run in _unnamed(dim) if run.size > 1]
-            if len(large) != 1 or not any(map(_is_place, dim)):
-                continue
-            run = large[0]
-            counts_pieces = self._counts_pieces(dim[run.start : run.stop])
-            runs.append(_whole(dim) if counts_pieces else run)
-        return runs
-
-    def _counts_pieces(self, tokens: Sequence[Token]) -> bool:
-        """Return whether these axes count the pieces of the queries or of the keys."""
-        for atoms in (resolve(self._roles.query), resolve(self._roles.key)):
-            if not atoms:
-                continue
-            for counter in atoms[0].counters.values():
-                if resolve(counter) == tuple(tokens):
-                    return True
-        return False
 
     def _name_single_head(self, dims: Tokens, stage: str) -> None:
         """Name the dimension of a single head of queries, or of keys and values, and its place in their projection."""
@@ -715,12 +652,22 @@ def _name_batch_of_one(dims: Tokens) -> None:
         ones[0][:] = ["batch"]
 
 
-def _name_parts_alone(dims: Tokens) -> None:
-    """Name the one part of a sequence that is alone: new keys may be the second part, behind cached ones."""
-    for name in PLACES:
-        parts = [dim for dim in dims if _has_part(dim, name)]
-        if len(parts) == 1 and len(parts[0]) == 1:
-            parts[0][:] = [name]
+def _open_positions(dims: Tokens, others: Tokens, place: str) -> list[_Run]:
+    """Return the dimensions beside the features that are positions: those without a name."""
+    runs = [_whole(dim) for dim in others if _is_open(dim)]
+    is_sure = _has(dims, "batch") or len(runs) < 2
+    return runs if is_sure and not _has(dims, place) else []
+
+
+def _beside_places(dims: Tokens) -> list[_Run]:
+    """Return the axes beside queries or windows in one dimension: several positions share one query."""
+    runs: list[_Run] = []
+    for dim in dims:
+        large = [run for run in _unnamed(dim) if run.size > 1]
+        if len(large) != 1 or not any(map(_is_place, dim)):
+            continue
+        runs += large
+    return runs
 
 
 def _runs_to_name(dims: Tokens) -> list[_Run]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.instances import Translation
+from ..graph.equal_layers import Layer
 from ..graph.rerun import Constants
 from ..record.sight import Sight
 from ..reports.trace import Cache, Position, QKNorm
@@ -70,9 +70,9 @@ class InnerStepsReader:
         self._rotations: dict[Any, Rotation | None] = {}
         self._windows: dict[tuple[int, str], _Window] = {}
 
-    def are_alike(self, translation: Translation) -> bool:
-        """Return whether the constants that were read so far have the same content in other layers."""
-        return self._constants.are_alike(translation)
+    def read_the_same_in(self, layer: Layer) -> bool:
+        """Return whether the constants that were read so far have the same content in an equal layer."""
+        return self._constants.are_in(layer)
 
     def of(self, attention: Attention, names: AxisNames) -> InnerSteps:
         """Return the inner steps of an attention."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
+from ..graph.equal_layers import Layer, Shortened, UnlikeError, shortened_of
 from ..graph.find import attentions_of
-from ..graph.instances import Shortened, TranslatedDimensions, Translation, UnlikeError, shortened_of
 from ..graph.summed_outputs import with_summed_output
 from ..graph.written_out import unread_contexts, written_out
 from ..record.ops import Recording
@@ -35,23 +35,12 @@ class Instance:
     place: int
     """The number of the attention among the distinct ones."""
     attention: Attention
-    translation: Translation | None = None
-    """From the run with only distinct layers to the whole run; None if they are the same run."""
+    layer: Layer | None = None
+    """What is in the run with only distinct layers, in the whole run; None if they are the same run."""
 
     def of(self, value: T) -> T:
         """Return what was found of the distinct attention, with the operations, tensors and modules of this one."""
-        return value if self.translation is None else self.translation.of(value)
-
-    def parameter(self, name: str) -> str:
-        """Return the name of the parameter that is used as this one of the distinct attention.
-
-        Raises `UnlikeError` if no operation reads it as it is.
-        """
-        return name if self.translation is None else self.translation.parameter(name)
-
-    def has_same_tables(self) -> bool:
-        """Return whether integers and booleans that were kept are those of the distinct attention."""
-        return self.translation is None or self.translation.has_same_tables()
+        return value if self.layer is None else self.layer.of(value)
 
 
 @dataclass(frozen=True)
@@ -81,13 +70,10 @@ class _Reading:
         """The attentions with the names that this recording alone provides."""
         if self.shorter is None:
             return self.read()
-        run = self.shorter.run
+        distinct = self.shorter.run.attentions
         named: list[Named] = []
         for instance in self.shorter.instances:
-            names = run.attentions[instance.place][1]
-            if instance.translation is not None:
-                dimensions = TranslatedDimensions(run.graph.dimensions, instance.translation)
-                names = names.translated(instance.attention, dimensions)
+            _, names = distinct[instance.place]
             named.append((instance.attention, names))
         return tuple(named)
 
@@ -134,8 +120,8 @@ def _instances(run: NamedRun, shortened: Shortened) -> list[Instance]:
     instances: list[Instance] = []
     for place, (attention, _) in enumerate(run.attentions):
         anchors = {turn.score_product.op.index for turn in attention.turns}
-        for translation in shortened.translations(anchors):
-            instances.append(Instance(place, translation.of(attention), translation))
+        for layer in shortened.layers_with(anchors):
+            instances.append(Instance(place, layer.of(attention), layer))
     return instances
 
 
@@ -211,6 +197,30 @@ class NamedRun:
         distinct = self.distinct
         facts = [read(distinct.run, *named) for named in distinct.run.attentions]
         return [instance.of(facts[instance.place]) for instance in distinct.instances]
+
+    def read_parameters(
+        self,
+        read: Callable[[NamedRun, int], T],
+        of_layer: Callable[[T, Layer], T],
+    ) -> list[T]:
+        """Return what `read` finds in the parameters of each attention, by its number; in equal ones once.
+
+        `of_layer` returns the same with the parameters of another layer. Attentions that pick by other tables, or that
+        view parameters outside of the run, are read themselves.
+        """
+        distinct = self.distinct
+        once = [read(distinct.run, place) for place in range(len(distinct.run.attentions))]
+        found: list[T] = []
+        for place, instance in enumerate(distinct.instances):
+            layer = instance.layer
+            if layer is None:
+                found.append(once[instance.place])
+                continue
+            try:
+                found.append(of_layer(once[instance.place], layer) if layer.has_same_tables() else read(self, place))
+            except UnlikeError:
+                found.append(read(self, place))
+        return found
 
     def beside(self, wider: NamedRun | None) -> Self:
         """Return this run with a wider run for the names of axes; cached results stay."""

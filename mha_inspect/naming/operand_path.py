@@ -81,7 +81,7 @@ class OperandPath:
     def _follow(self, projection: Op, product: Op) -> None:
         """Find the operations between a projection and a product, and the tensors on the way."""
         recording = self.graph.recording
-        later = recording.ops[projection.index + 1 : product.index]
+        later = recording.ops[projection.index + 1 : product.index + 1]
         dependent = made_of({projection.output.id}, later)
 
         def is_on_way(op: Op) -> bool:
@@ -127,9 +127,9 @@ class _Forward:
         if numbers:
             return cls(tuple(numbers), -1)
         start = -1
-        for softmax in graph.softmaxes.values():
-            if softmax.op.index < projection.index:
-                start = max(start, softmax.op.index)
+        for op in graph.recording.ops[: projection.index]:
+            if op.does("softmax"):
+                start = op.index
         return cls((), start)
 
     def has(self, op: Op) -> bool:

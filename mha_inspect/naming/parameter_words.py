@@ -15,15 +15,12 @@ from torch import nn
 
 from ..graph.attention import Attention
 from ..graph.dataflow import moves
-from ..graph.instances import UnlikeError
-from ..graph.products import Joint
-from ..graph.projections import reduction_of
-from ..graph.scores import further_term
+from ..graph.equal_layers import Layer
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_at
+from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_in
 from .pattern import dims_of, in_words
 from .placement import Placement, are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
@@ -39,7 +36,6 @@ _SAID = {
     "added factor": "a factor of what is added to {matrices}",
     "computed": "{matrices} is computed from it",
     "gate": "gates the {made}",
-    "reduction": "used before the projection to the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
     "norm before": "scales the input of the projection to the {made}",
     "shift before": "added to the input of the projection to the {made}",
@@ -57,7 +53,7 @@ _JOINED = {"joined W": "W", "joined b": "b"}
 """Kinds of use for tokens that have projections of their own, beside those of the query."""
 _EARLY = ("norm before", "shift before", "filter before")
 """Kinds of use before the projection; in the slices of heads they are called `norm`, `shift` and `filter`."""
-_BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
+_BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _TRANSPOSED = {
     "rows are the heads stacked": "columns are the heads side by side",
@@ -113,7 +109,7 @@ def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
     uses it, e.g. of a table of positions.
     """
     in_attentions: dict[str, list[ParameterRole]] = {}
-    for of_attention in _roles_by_attention(run):
+    for of_attention in run.read_parameters(_roles_in, _in_layer):
         for name, role in of_attention.items():
             in_attentions.setdefault(name, []).append(role)
     roles = {name: _joined_role(of_name) for name, of_name in in_attentions.items()}
@@ -132,32 +128,18 @@ def _joined_role(roles: Sequence[ParameterRole]) -> ParameterRole:
     return replace(detailed, text="; ".join(texts))
 
 
-def _roles_by_attention(run: NamedRun) -> Iterator[dict[str, ParameterRole]]:
-    """Yield for each attention the roles of its parameters, by name; those of equal layers are read once."""
-    distinct = run.distinct
-    once: dict[int, dict[str, ParameterRole]] = {}
-    for place, instance in enumerate(distinct.instances):
-        if not instance.has_same_tables():
-            yield _roles_in(run, place)
-            continue
-        if instance.place not in once:
-            once[instance.place] = _roles_in(distinct.run, instance.place)
-        roles = once[instance.place]
-        try:
-            names = {name: instance.parameter(name) for name in roles}
-        except UnlikeError:  # it is viewed outside the run
-            yield _roles_in(run, place)
-            continue
-        yield {names[name]: role for name, role in roles.items()}
-
-
 def _roles_in(run: NamedRun, place: int) -> dict[str, ParameterRole]:
     """Return the roles of the parameters of one attention of a run, by name."""
     attention, names = run.attentions[place]
-    parts, serves = parts_at(run, place)
+    parts, serves = parts_in(run, place)
     words = _Words(attention, names, serves)
     uses = _uses(run, attention, parts)
     return {name: words.role(use) for name, use in uses.items()}
+
+
+def _in_layer(roles: dict[str, ParameterRole], layer: Layer) -> dict[str, ParameterRole]:
+    """Return the roles with the names of the parameters of an equal layer."""
+    return {layer.parameter(name).name: role for name, role in roles.items()}
 
 
 def _outside(layer: str, reader: str) -> str:
@@ -254,14 +236,11 @@ def _rank_of_kind(part: Part) -> int:
 
 
 def _learned_sides(run: NamedRun, attention: Attention) -> Iterator[_Source]:
-    """Yield queries, keys and values that are parameters themselves, and the weights of poolings before them."""
+    """Yield queries, keys and values that are parameters themselves."""
     for letter in "qkv":
         tensor = attention.stages.get(SIDES[letter])
         if tensor is not None and run.graph.is_weight(tensor):
             yield _Source("learned", letter, [tensor])
-    for letter in "qkv":
-        _, ops = reduction_of(run.graph, attention, SIDES[letter])
-        yield _Source("reduction", letter, _weights_read(run, ops))
 
 
 def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
@@ -277,7 +256,6 @@ def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
         yield _Source("sinks", "", _weights_read(run, [attention.sinks]))
     heads = (stages["q_heads"], stages["k_heads"])
     yield _Source("in scores", "", [softmax.inputs[0]], _is_after(run, heads))
-    yield _Source("in scores", "", _weights_read(run, _projections_of_terms(run, attention)))
     product = attention.value_product
     weights = product.right if attention.value_first else product.left
     yield _Source("in weights", "", [weights], _is_after(run, [softmax.output]))
@@ -291,21 +269,6 @@ def _weights_read(run: NamedRun, ops: Iterable[Op]) -> list[TensorRef]:
             if run.graph.is_weight(tensor):
                 weights.append(tensor)
     return weights
-
-
-def _projections_of_terms(run: NamedRun, attention: Attention) -> Iterator[Op]:
-    """Yield the projections of the further terms that additive scores have beside queries and keys."""
-    graph, product = run.graph, attention.score_product
-    if not isinstance(product, Joint):
-        return
-    for between in product.between:
-        term = further_term(graph, product, between)
-        if term is None:
-            continue
-        for step in graph.back(term, lambda op: not graph.is_projection(op)):
-            op = run.recording.producer(step.tensor)
-            if op is not None and graph.is_projection(op):
-                yield op
 
 
 def _is_after(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:

@@ -1,6 +1,6 @@
 """Find the rows of W_q, W_k, W_v and the columns of W_o that belong to each head, in the parameters of a module.
 
-The indices of a parameter's elements are followed (`graph.layouts`) to the heads. There the axes of the stage give the
+Labels (`graph.labels`) say which elements of a parameter the heads are made of. There the axes of the stage give the
 head and the feature of each element. With `q, k, v = qkv(x).chunk(3, -1)` and 3 heads of 4 features, the keys of head 1
 are rows 16 to 19 of the weight.
 """
@@ -18,14 +18,17 @@ import numpy as np
 from ..graph.attention import Attention
 from ..graph.computed_weights import does_more_to_weights
 from ..graph.dataflow import made_of
+from ..graph.equal_layers import Layer
 from ..graph.gates import Gate, gates_of
-from ..graph.layout import Indices, Layout, Source, Span
-from ..graph.layouts import Layouts
+from ..graph.ids import in_order
+from ..graph.indices import Indices, counted
+from ..graph.label import Axis, Label, Span
+from ..graph.labels import Labels
 from ..graph.projections import earlier_projections, joined_projections
 from ..graph.ways import Meeting, Walk, Way
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
-from .heads import Codes, codes_in, codes_of, rows_of
+from .heads import label_of_stage, rows_by_head
 from .named_run import NamedRun
 from .pattern import dims_of
 from .projection import Part, Projection, have_in_common, merged, of_no_head, of_whole_rows, with_projections_of_heads
@@ -145,19 +148,21 @@ class PartsInParameters(NamedTuple):
     """The query heads that use each key head."""
 
 
-def parts_at(run: NamedRun, place: int) -> PartsInParameters:
-    """Return the parts of an attention in the parameters. They are computed once for a run."""
-    computed: dict[int, PartsInParameters]
-    computed = vars(run).setdefault("_parts", {})
-    if place not in computed:
-        attention, names = run.attentions[place]
-        computed[place] = _PartsOfAttention(run, attention, names).all()
-    return computed[place]
+def parts_in(run: NamedRun, place: int) -> PartsInParameters:
+    """Return the parts of one attention of a run in the parameters."""
+    attention, names = run.attentions[place]
+    return _PartsOfAttention(run, attention, names).all()
 
 
 def parts_of(run: NamedRun) -> list[PartsInParameters]:
-    """Return what `parts_at` does, for each attention of a run."""
-    return [parts_at(run, place) for place in range(len(run.attentions))]
+    """Return the parts of each attention of a run in the parameters; those of equal layers are found once."""
+    return run.read_parameters(parts_in, _in_layer)
+
+
+def _in_layer(found: PartsInParameters, layer: Layer) -> PartsInParameters:
+    """Return the parts in the parameters of an equal layer."""
+    parts = [replace(part, parameter=layer.parameter(part.parameter.name)) for part in found.parts]
+    return PartsInParameters(parts, found.serves)
 
 
 def parameters_behind(
@@ -181,12 +186,8 @@ class _Target:
     """A tensor by heads, to which parameters are followed."""
 
     tensor: TensorRef
-    codes: Codes | None
-    """The head and feature of each element; None if unknown."""
-    layouts: Layouts
-    """What the tensors on the way to it are made of."""
-    turn: int = 0
-    """The number of the turn in a loop over heads."""
+    heads: Label
+    """The head and feature of each element; no axes if unknown."""
 
 
 class _PartsOfAttention:
@@ -198,6 +199,8 @@ class _PartsOfAttention:
         self._attention = attention
         self._names = names
         self._turns = attention.branches or (attention,)
+        contexts = [(turn.stages["context"], self._heads_of(turn, "context")) for turn in self._turns]
+        self._labels = Labels(run.graph, contexts)
         self._serves: Serves = ()
         self._has_joined = False
 
@@ -235,9 +238,8 @@ class _PartsOfAttention:
         side = SIDES[letter]
         stops = self._given_ids()
         since = self._first_index(side)
-        layouts = Layouts(self._graph)
         parts: list[Part] = []
-        for number, turn in enumerate(self._turns):
+        for turn in self._turns:
             op = turn.projections.get(side) or self._attention.projections.get(side)
             ends: set[int] = set()
             if op is not None and not self._attention.earlier.get(side):
@@ -245,9 +247,8 @@ class _PartsOfAttention:
             stage = f"{letter}_heads"
             heads = turn.stages[stage]
             way = Walk(self._graph, stops, ends, since).to(heads)
-            layouts.follow(way.ops)
-            codes = self._codes_of(turn, stage)
-            target = _Target(heads, codes, layouts, number)
+            self._labels.follow(way.ops)
+            target = _Target(heads, self._heads_of(turn, stage))
             for meeting, part in self._on_way(letter, op, way, target):
                 parts.append(self._with_reads(part, op, turn) if meeting.kind == "W" else part)
         return self._numbered(letter, with_projections_of_heads(merged(parts)))
@@ -274,9 +275,9 @@ class _PartsOfAttention:
         """Return the index of the operation that a tensor is the result of; -1 for an input."""
         return self._run.recording.producers.get(tensor.id, -1)
 
-    def _codes_of(self, turn: Attention, stage: str) -> Codes | None:
+    def _heads_of(self, turn: Attention, stage: str) -> Label:
         """Return the head and feature of each element of a stage."""
-        return codes_of(self._attention, self._names, turn, stage)
+        return label_of_stage(self._attention, self._names, turn, stage)
 
     def _on_way(
         self,
@@ -436,15 +437,13 @@ class _PartsOfAttention:
 
     def _first_feature(self, given: TensorRef, taken: TensorRef, number: int) -> int | None:
         """Return the first of the neighbouring features of a tensor that another one is made of; None for others."""
-        source = Source("features", 0)
-        *rows, width = given.shape
-        ones = [1] * len(rows)
-        features = np.arange(width).reshape([*ones, width])
-        layout = Layout(given.shape, {source: Span.of(features)})
-        layouts = Layouts(self._graph, [(given, layout)])
+        features = Axis("features")
+        rank, width = len(given.shape), given.shape[-1]
+        label = Label(given.shape, {features: Span.of(counted(rank, rank - 1, width))})
+        labels = Labels(self._graph, [(given, label)])
         walk = Walk(self._graph, {given.id}, since=self._index_of(given))
-        layouts.follow(walk.to(taken).ops)
-        span = layouts.of(taken).spans.get(source)
+        labels.follow(walk.to(taken).ops)
+        span = labels.of(taken).spans.get(features)
         if span is None:
             return None
         numbers = span.low.reshape(-1, span.low.shape[-1])
@@ -487,12 +486,11 @@ class _PartsOfAttention:
         if not ops or not has_output:
             return []
         joined = self._joined_outputs(ops)
-        codes = [self._codes_of(turn, "context") for turn in self._turns]
         parts: list[Part] = []
         for op in ops:
-            parts += self._columns(op, "W", codes)
+            parts += self._columns(op, "W")
         for op in joined:
-            parts += self._columns(op, "joined W", codes)
+            parts += self._columns(op, "joined W")
         further = [*self._after_joined(joined), *self._after_output(ops, parts)]
         return merged([*parts, *further])
 
@@ -522,7 +520,7 @@ class _PartsOfAttention:
                     joined[op.index] = op
         return list(joined.values())
 
-    def _columns(self, op: Op, kind: str, of_turns: list[Codes | None]) -> Iterator[Part]:
+    def _columns(self, op: Op, kind: str) -> Iterator[Part]:
         """Yield the parts of a projection of the contexts, and of what is done to these before."""
         graph = self._graph
         taken = graph.projected(op)
@@ -535,17 +533,15 @@ class _PartsOfAttention:
             for of_gate in way_to_gate.ops:
                 of_gates.add(of_gate.index)
                 ops[of_gate.index] = of_gate
-        layouts = Layouts(graph)
-        layouts.follow([ops[index] for index in sorted(ops)])
-        codes = self._codes_at(taken, way, of_turns)
-        target = _Target(taken, codes, layouts)
+        labels = self._labels
+        labels.follow(in_order(ops))
+        target = _Target(taken, labels.of(taken))
         matrix = Meeting(op, graph.weight_of(op), kind)
         yield from self._parts("o", matrix, target)
         for gate, way_to_gate in zip(gates, ways_to_gates, strict=True):
             gated = gate.op.output
-            codes = self._codes_at(gated, way, of_turns)
             for meeting in way_to_gate.meetings:
-                yield from self._parts("g", meeting, _Target(gated, codes, layouts))
+                yield from self._parts("g", meeting, _Target(gated, labels.of(gated)))
         for meeting in way.meetings:
             if meeting.op is None or meeting.op.index not in of_gates:
                 placed = self._placed(meeting, op, "output", {})
@@ -569,7 +565,7 @@ class _PartsOfAttention:
                 if meeting.kind != "b":
                     continue
                 bias = replace(meeting, kind="joined b")
-                target = _Target(result, None, Layouts(self._graph))
+                target = _Target(result, Label(result.shape))
                 for part in self._parts("o", bias, target):
                     yield of_no_head(part)
 
@@ -584,7 +580,7 @@ class _PartsOfAttention:
         for meeting in walk.to(output).meetings:
             if meeting.op in ops and meeting.kind != "b":
                 continue
-            target = _Target(output, None, Layouts(self._graph))
+            target = _Target(output, Label(output.shape))
             placed = self._placed(meeting, ops[0], "output", {})
             for part in self._parts("o", placed, target):
                 if part.parameter.name not in names:
@@ -604,29 +600,13 @@ class _PartsOfAttention:
             meetings.append(replace(meeting, kind="W") if is_last else meeting)
         return Way(way.ops, meetings)
 
-    def _codes_at(self, taken: TensorRef, way: Way, of_turns: list[Codes | None]) -> Codes | None:
-        """Return the head and feature of each projected element, from the contexts of all turns."""
-        given: list[tuple[TensorRef, Layout]] = []
-        contexts = self._contexts()
-        for turn, codes in enumerate(of_turns):
-            if codes is None:
-                return None
-            layout = codes.layout(contexts[turn].shape, turn)
-            given.append((contexts[turn], layout))
-        layouts = Layouts(self._graph, given)
-        layouts.follow(way.ops)
-        first = of_turns[0]
-        if first is None:
-            return None
-        return codes_in(layouts.of(taken), first, len(of_turns))
-
     # -- from parameters to heads -------------------------------------------------------------------------------------
 
     def _parts(self, letter: str, meeting: Meeting, target: _Target) -> Iterator[Part]:
         """Yield the parts of the heads of a target in the parameters behind a weight."""
         weight = meeting.weight
         weighing = Walk(self._graph, since=0).to(weight).ops
-        target.layouts.follow(weighing)
+        self._labels.follow(weighing)
         is_moved = all(op.kind in ("view", "copy") for op in weighing)
         kinds = self._kinds_behind(weight, meeting.kind)
         for parameter in parameters_behind(self._run, [weight]):
@@ -640,7 +620,7 @@ class _PartsOfAttention:
             part = self._part(kind, letter, parameter, heads, meeting)
             if not is_moved:
                 part = replace(part, moved=False)
-            yield self._with_inner_of(part, meeting, target.layouts)
+            yield self._with_inner_of(part, meeting)
 
     def _part(
         self,
@@ -670,7 +650,7 @@ class _PartsOfAttention:
             moved=prod(taps) == 1,
         )
 
-    def _with_inner_of(self, part: Part, meeting: Meeting, layouts: Layouts) -> Part:
+    def _with_inner_of(self, part: Part, meeting: Meeting) -> Part:
         """Return a part with the numbers of each feature, if it is of a matrix or of a factor of one."""
         if part.kind in FACTORS:
             return of_whole_rows(part)
@@ -679,7 +659,7 @@ class _PartsOfAttention:
             return part
         if meeting.weight.id != self._graph.weight_of(op).id:
             return part
-        return self._with_inner(part, op, layouts)
+        return self._with_inner(part, op)
 
     def _kinds_behind(self, weight: TensorRef, kind: str) -> dict[str, str]:
         """Return the kinds of parameters that a weight is computed from by more than moving and scaling elements."""
@@ -717,10 +697,10 @@ class _PartsOfAttention:
     ) -> Span | None:
         """Return the places in a parameter that a target is made of; None if they are unknown."""
         tensor = parameter.tensor
-        layout = target.layouts.of(target.tensor)
+        label = self._labels.of(target.tensor)
         if letter == "o" and meeting.op is not None and meeting.kind in _MATRICES:
-            layout = target.layouts.entering(meeting.op)
-        return layout.places_in(parameter.name, tensor.shape, tensor.stride)
+            label = self._entering(meeting.op)
+        return label.places_in(parameter.name, tensor.shape, tensor.stride)
 
     def _heads(
         self,
@@ -731,15 +711,9 @@ class _PartsOfAttention:
         parameter: Named,
     ) -> dict[int, Indices]:
         """Return the places of each head's features in a parameter; without their order if they are no features."""
-        codes = target.codes
-        if codes is None or places is None:
+        if places is None:
             return {}
-        first = target.turn * codes.heads
-        rows = rows_of(places, codes, parameter.tensor.stride)
-        heads: dict[int, Indices] = {}
-        for head, row in enumerate(rows, start=first):
-            if (row >= 0).any():
-                heads[head] = row
+        heads = rows_by_head(places, target.heads, parameter.tensor.stride)
         has_features = meeting.kind in _BY_FEATURE
         # A gate may have one number for all features of a head.
         is_one_number = letter == "g" and all(map(_is_one_number, heads.values()))
@@ -749,13 +723,32 @@ class _PartsOfAttention:
             heads[head] = np.unique(row[row >= 0])
         return heads
 
-    def _with_inner(self, part: Part, op: Op, layouts: Layouts) -> Part:
+    def _entering(self, op: Op) -> Label:
+        """Return for each projected feature the first weight element that it is multiplied by."""
+        weight = self._graph.weight_of(op)
+        rank = len(weight.shape)
+        label = self._labels.of(weight)
+        if rank < 2:
+            return label
+        summed, features = self._graph.places_of_weight(op)
+        first = np.array([0])
+        label = label.taking(features % rank, first)
+        if op.base_name == "convolution":
+            for place in range(2, rank):
+                label = label.taking(place, first)
+            ones = [1] * (rank - 2)
+            return label.reshaped((weight.shape[summed], *ones))
+        if len(self._graph.projected(op).shape) == 1:
+            return label.reshaped((max(label.shape),))
+        return label.swapped(rank - 2, rank - 1)
+
+    def _with_inner(self, part: Part, op: Op) -> Part:
         """Return a part of a matrix with the count of each feature's numbers, and the step between them."""
         weight, tensor = self._graph.weight_of(op), part.parameter.tensor
         summed, features = self._graph.places_of_weight(op)
         is_of_output = part.letter == "o" and part.kind in _MATRICES
         place = features if is_of_output else summed
-        row = layouts.of(weight).along(place, part.parameter.name)
+        row = self._labels.of(weight).along(place, part.parameter.name)
         places = row.places_in(part.parameter.name, tensor.shape, tensor.stride)
         if places is None:
             return part

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from math import prod
 
@@ -75,7 +74,6 @@ def in_words(dims: Dims) -> str:
 # -- rearrangements ---------------------------------------------------------------------------------------------------
 
 
-@lru_cache(256)  # the layers of a model are alike
 def rearrangement(
     left: str,
     right: str,

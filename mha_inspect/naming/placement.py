@@ -19,7 +19,7 @@ from math import prod
 
 import numpy as np
 
-from ..graph.layout import Indices
+from ..graph.indices import Indices
 from .pattern import in_words
 
 Run = tuple[int, int]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
+from ..graph.kernels import places_of
 from ..graph.products import Product
 from ..graph.rerun import Constants, between, run_again
 from ..record.ops import Op, TensorRef
@@ -667,6 +668,8 @@ def added_by(
         for tensor in beside:
             is_subtracted = _subtracts(op, tensor)
             parts.append(_added(graph, constants, tensor, is_subtracted=is_subtracted))
+        if places_of(op).mask_keys:
+            parts.append(Added(mask=True))
         # A number that is added for each softmax changes no weight.
         is_shift = op in attention.shifts
         added[op.index] = _together(parts, is_shift=is_shift)
@@ -705,7 +708,7 @@ def _added(
     if product is not None:
         return Added(product=product)
     op = graph.recording.producer(tensor)
-    if op is not None and _chooses_between_numbers(op):
+    if tensor.dtype == "bool" or (op is not None and _chooses_between_numbers(op)):
         return Added(mask=True)
     numbers = Added()
     value = constants.value(tensor)

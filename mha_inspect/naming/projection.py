@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from ..graph.layout import Indices
+from ..graph.indices import Indices
 from ..record.ops import Named, TensorRef
 from .placement import Placement, placement_of, places_along
 

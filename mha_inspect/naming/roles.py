@@ -285,10 +285,6 @@ class Roles:
         """Return the batch, the heads and the windows without a projection: batch comes before heads."""
         q_heads = self._dimensions.of(self._attention.stages["q_heads"])
         rank = len(q_heads)
-        windows = self._cut_from_sequence(folded)
-        if windows:
-            whole = _without(folded, windows)
-            return _Folded(whole[:1], heads=wide(whole[1:]), windows=windows)
         is_single = rank <= 3 and len(folded) < 2
         if is_single or (rank < 3 and not self._attention.is_dot):
             return _Folded(folded)
@@ -344,13 +340,6 @@ class Roles:
         keys = self._attention.before_repeats["key"]
         return set(wide(*self._dimensions.of(keys)))
 
-    def _cut_from_sequence(self, folded: Dim) -> Dim:
-        """Return the axes that the product of scores runs over and that are cut from the sequence: the windows."""
-        rows = set(wide(self.query, self.key))
-        given = self._dimensions.given_whole
-        cut = self._dimensions.beside(rows, apart_from=given)
-        return _within(_without(wide(folded), given), cut)
-
     @property
     def own_values(self) -> Dim:
         """Query axes if every query averages its own gathered values (top-k attention); otherwise empty."""
@@ -392,8 +381,7 @@ class Roles:
             return shared
         # Otherwise the heads before they are repeated, if they could not be followed to the projection.
         if fewer:
-            is_repeated = len(fewer) < len(heads)
-            return fewer if is_repeated else self._picked_heads() or fewer
+            return fewer
         if not is_dot and not _within(self.heads, wide(self._atoms("k_heads"))):
             return self.heads  # the reduction of the features gives the heads
         return ()
@@ -414,19 +402,6 @@ class Roles:
             if (is_piece or is_all) and not projected.isdisjoint(resolve(origin)):
                 cut.append(atom)
         return tuple(cut)
-
-    def _picked_heads(self) -> Dim:
-        """Return the one axis of the projected keys that may count heads which are picked by index; empty for several.
-
-        Keys that are split into all heads have these, where more than queries, keys and values are packed.
-        """
-        count = size_of(self.heads)
-        features = self._features("key") - {*self.head_dim, *self._right_head_dim}
-        picked: list[Axis] = []
-        for atom in features:
-            if 1 < atom.size < count and count % atom.size == 0:
-                picked.append(atom)
-        return tuple(picked) if len(picked) == 1 else ()
 
     @cached_property
     def group_first(self) -> bool:

@@ -9,7 +9,6 @@ from math import isclose
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.products import Joint
-from ..graph.scores import further_term
 from ..record.ops import Op
 from .named_run import NamedRun
 
@@ -65,7 +64,7 @@ def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
         elif any(map(graph.is_weight, op.inputs)):
             inside = formula.inside
             formula = replace(formula, text=f"W ∘ {inside}" if op.does("scales") else f"{inside} + b")
-        elif further_term(graph, scored, op) is not None:
+        elif op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1:
             formula = formula.plus("another term")
     return formula.text
 

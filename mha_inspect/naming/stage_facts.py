@@ -14,8 +14,7 @@ from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
 from ..graph.gates import gates_of
 from ..graph.products import Joint
-from ..graph.projections import reduction_of
-from ..graph.values import power_of
+from ..graph.unlike import power_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory, QKNorm
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
@@ -98,18 +97,14 @@ class StageFacts:
     def _input(self, stage: str) -> str:
         """Return where a query, key or value comes from.
 
-        `the query` if it is the same tensor, `the input, then mean` if it is pooled before, else as `_origin`.
+        `the query` if it is the same tensor, else as `_origin`.
         """
         stages = self._attention.stages
         tensor = stages[stage]
         for earlier in _INPUTS[: _INPUTS.index(stage)]:
             if earlier in stages and stages[earlier].id == tensor.id:
                 return f"the {earlier}"
-        source, ops = reduction_of(self._graph, self._attention, stage)
-        if not ops:
-            return self._origin(tensor)
-        names = dict.fromkeys(op.base_name for op in ops)
-        return f"{source}, then {', '.join(names)}"
+        return self._origin(tensor)
 
     def _origin(self, tensor: TensorRef) -> str:
         """Return where a tensor that is made of no stage comes from.

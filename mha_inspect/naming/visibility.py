@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, inside
+from ..graph.kernels import places_of
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from ..record.sight import MASKED_BELOW, Sight, joined_sight, narrowed
+from ..record.sight import MASKED_BELOW, Sight, any_along, joined_sight, narrowed
 from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
@@ -344,7 +345,7 @@ def _has_triangular_mask(graph: Graph, attention: Attention) -> bool:
 
 
 def _is_triangular(op: Op) -> bool:
-    return op.base_name.startswith(("tril", "triu"))
+    return op.base_name.startswith(("tril", "triu")) or places_of(op).are_plainly_causal
 
 
 def filled_slots(graph: Graph, attention: Attention, seen: Tensor) -> Tensor:
@@ -366,8 +367,8 @@ def window_of(seen: Tensor) -> int | None:
     The queries are the first or the last of the keys. Keys that no query sees are padding.
     """
     queries, keys = seen.shape
-    is_used = seen.any(0)
-    if queries < 2 or bool(seen[:, is_used].all()):
+    is_used = any_along(seen, [0])
+    if queries < 2 or bool((seen | ~is_used).all()):
         return None
     spans = _Spans.of(seen)
     if not spans.are_filled():
@@ -394,16 +395,18 @@ class _Spans:
     @classmethod
     def of(cls, seen: Tensor) -> _Spans:
         """Return the keys of each query, of a bool `query key`."""
-        rows = seen.any(1).nonzero().flatten()
-        numbers = seen[rows].to(torch.uint8)
+        rows = any_along(seen, [1]).nonzero().flatten()
+        numbers = seen.view(torch.uint8)
+        if len(rows) < len(seen):
+            numbers = numbers[rows]
         behind = numbers.flip(1).argmax(1)
         none = torch.zeros(1, dtype=torch.long)
         return cls(
             rows=rows,
             first=numbers.argmax(1),
             last=seen.shape[1] - 1 - behind,
-            counts=seen[rows].sum(1),
-            used_before=torch.cat((none, seen.any(0).cumsum(0))),
+            counts=numbers.sum(1, dtype=torch.int32),
+            used_before=torch.cat((none, any_along(seen, [0]).cumsum(0))),
         )
 
     def _number_of_used(self, start: Tensor, stop: Tensor) -> Tensor:
@@ -465,6 +468,9 @@ def _first_key_of_windows(graph: Graph, attention: Attention, names: AxisNames) 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return the tensors that a masking operation reads besides the scores."""
+    if op.is_step:
+        # Where packed sequences start is named, and is no number that is added.
+        return list(op.inputs[1 : len(op.args)])
     product = attention.turns[0].score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 

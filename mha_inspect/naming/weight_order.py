@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..graph.dataflow import Graph
-from ..graph.layout import Layout
-from ..graph.layouts import Layouts
+from ..graph.label import Label
+from ..graph.labels import Labels
 from ..graph.ways import Walk
-from ..record.ops import Op, TensorRef
+from ..record.ops import Op
 
 
 def reads_as_stored(graph: Graph, op: Op) -> bool:
-    """Return whether a projection is x · W; nn.Linear is x · Wᵀ. False too if it is unknown.
-
-    A weight in the memory of its parameter shows it by its strides, a copy by the indices that it is made of.
-    """
+    """Return whether a projection is x · W; nn.Linear is x · Wᵀ. False too if it is unknown."""
     weight = graph.weight_of(op)
-    summed, features = graph.places_of_weight(op)
-    if summed == features:
+    labels = Labels(graph)
+    labels.follow(Walk(graph, since=0).to(weight).ops)
+    label = labels.of(weight)
+    of_summed, of_features = (_last_dim_along(label, place) for place in graph.places_of_weight(op))
+    if of_summed is None or of_features is None:
         return False
-    parameters = graph.parameters_in(weight.storage)
-    if parameters and all(_is_in_order(named.tensor) for named in parameters):
-        return weight.stride[summed] > weight.stride[features]
-    layouts = Layouts(graph)
-    layouts.follow(Walk(graph, since=0).to(weight).ops)
-    layout = layouts.of(weight)
-    dim_of_summed, dim_of_features = _dim_along(layout, summed), _dim_along(layout, features)
-    if dim_of_summed is None or dim_of_features is None:
-        return False
-    return dim_of_summed < dim_of_features
+    return of_summed < of_features
 
 
-def _is_in_order(parameter: TensorRef) -> bool:
-    """Return whether a parameter lies in memory row by row."""
-    steps = list(parameter.stride)
-    return steps == sorted(steps, reverse=True)
-
-
-def _dim_along(layout: Layout, place: int) -> int | None:
+def _last_dim_along(label: Label, place: int) -> int | None:
     """Return the last dimension of a parameter that the elements differ in along a dimension; None if in none."""
-    dims = []
-    for source, span in layout.spans.items():
-        numbers = np.moveaxis(span.low, place, 0)
-        if len(numbers) > 1 and bool((numbers != numbers[:1]).any()):
-            dims.append(source.dim)
-    return max(dims) if dims else None
+    dims = [axis.dim for axis, span in label.spans.items() if span.varies([place])]
+    return max(dims, default=None)

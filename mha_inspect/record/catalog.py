@@ -88,6 +88,9 @@ _TABLE = (
     "_cdist_forward _euclidean_dist | product | distances",
     "convolution | convolution | convolution",
     "_softmax _safe_softmax | - | softmax",
+    "attention_scores | scores | product",
+    "attention_mask | mask |",
+    "attention_context | context | product",
     "sum mean linalg_vector_norm | reduce | norms",
     "amax max | reduce | pools",
     "amin var std prod any all argmax argmin norm min logsumexp | reduce |",
@@ -104,7 +107,7 @@ _TABLE = (
     "all_gather_into_tensor all_to_all_single broadcast | - | passes_on",
     "allgather _allgather_base alltoall alltoall_base | - | passes_on",
 )
-"""Similar operations, the rule for their axes (in `graph.rules`, `-` for none), and their traits.
+"""Similar operations, the rule for their axes (in `graph.rules` or `graph.labels`, `-` for none), and their traits.
 
 Names have no namespace, overload or trailing underscore of in-place operations. torch itself tags pointwise operations.
 An operation that is neither here nor tagged keeps the axes of its input if it keeps the shape.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,178 @@ class NotOpenedError(Exception):
     """A kernel does something that the steps here do not compute; the message is the reason."""
 
 
+# -- the steps of an attention ----------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Which keys a query may attend to, by their positions alone."""
+
+    causal: bool = False
+    from_end: bool = False
+    """Whether the last query is aligned with the last key, rather than the first query with the first key."""
+    window: tuple[int, int] = (-1, -1)
+    """How many keys before and after its position a query may attend to; -1 for no limit."""
+    starts: Any = None
+    """Start of each sequence among packed queries, then the end of the last sequence; None if nothing is packed."""
+    key_starts: Any = None
+    """The same for packed keys; None if they start where the queries do."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are not as by default, by name."""
+        fields = {}
+        for name, default in self._field_defaults.items():
+            value = getattr(self, name)
+            is_default = value is None if default is None else value == default
+            if not is_default:
+                fields[name] = value
+        return fields
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query may attend to a limited number of keys before or after it only."""
+        return max(self.window) >= 0
+
+    @property
+    def mask_keys(self) -> bool:
+        """Whether they may mask any key out."""
+        return self.causal or self.starts is not None or self.has_window
+
+    @property
+    def are_plainly_causal(self) -> bool:
+        """Whether they are a lower triangle that starts at the first query and key: each query sees a key."""
+        starts_elsewhere = self.from_end or self.starts is not None
+        return self.causal and not starts_elsewhere and not self.has_window
+
+    def allowed(self, rows: Tensor, queries: int, keys: int) -> Tensor | None:
+        """Return which of so many keys some rows of so many queries may attend to: `row key`; None if every key."""
+        if not self.mask_keys:
+            return None
+        places, key_places, allowed = self._positions(rows, queries, torch.arange(keys, device=rows.device))
+        before, after = self.window
+        # Two positions are compared as they are: a table of distances would be eight times as large.
+        if self.causal:
+            allowed = allowed & (key_places <= places)
+        if before >= 0:
+            allowed = allowed & (key_places >= places - before)
+        if after >= 0:
+            allowed = allowed & (key_places <= places + after)
+        return allowed
+
+    def _positions(self, rows: Tensor, queries: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions of some queries, `row 1`, and of all keys, and whether both are in one sequence."""
+        if self.starts is not None:
+            return self._packed_positions(self.starts.to(rows.device).long(), rows, keys)
+        places = rows
+        if self.from_end:
+            places = rows + (len(keys) - queries)
+        return places[:, None], keys, torch.ones((), dtype=torch.bool, device=rows.device)
+
+    def _packed_positions(self, starts: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same for packed sequences, whose first queries are at `starts`."""
+        key_starts = starts if self.key_starts is None else self.key_starts.to(rows.device).long()
+        sequences = torch.searchsorted(starts[1:], rows, right=True)
+        key_sequences = torch.searchsorted(key_starts[1:], keys, right=True)
+        places = rows - starts[sequences]
+        key_places = keys - key_starts[key_sequences]
+        if self.from_end:
+            # The last query of a sequence has the position of its last key.
+            shift = key_starts.diff() - starts.diff()
+            places = places + shift[sequences]
+        return places[:, None], key_places, sequences[:, None] == key_sequences
+
+
+def attention_scores(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
+    """Return q·kᵀ·scale, `... heads query key`; half precision is summed in float32, as in kernels.
+
+    Several query heads may share a key head.
+    """
+    dtype = summed_in(query.dtype)
+    scaled = query.to(dtype) * scale
+    keys = _repeated(key.to(dtype), _heads_of(query) // _heads_of(key))
+    return scaled @ keys.transpose(-2, -1)
+
+
+def attention_mask(
+    scores: Tensor,
+    bias: Tensor | None = None,
+    *,
+    few: tuple[range, int] | None = None,
+    **places: Any,
+) -> Tensor:
+    """Return the scores, `... heads query key`, plus a bias and plus -inf for the keys that are masked out.
+
+    Args:
+        scores: the scores.
+        bias: numbers to add, or a boolean that is true where a query may attend.
+        few: the rows that the scores are of, and the number of all queries; None if they are of all queries.
+        places: fields of `Places`.
+    """
+    by_place = Places(**places)
+    *_, queries, keys = scores.shape
+    rows, count = (range(queries), queries) if few is None else few
+    added = None if bias is None else _filled(bias, scores.dtype)
+    numbers = torch.arange(rows.start, rows.stop, rows.step, device=scores.device)
+    allowed = by_place.allowed(numbers, count, keys)
+    if allowed is not None:
+        masked = _filled(allowed, scores.dtype)
+        added = masked if added is None else added + masked
+    return scores if added is None else scores + added
+
+
+def attention_context(weights: Tensor, value: Tensor) -> Tensor:
+    """Return weights · v: `... heads query head_dim`. Several heads may share a value head."""
+    return weights @ _repeated(value.to(weights.dtype), _heads_of(weights) // _heads_of(value))
+
+
+STEPS: Mapping[str, Callable[..., Tensor]] = {
+    "attention_scores": attention_scores,
+    "attention_mask": attention_mask,
+    "attention_context": attention_context,
+}
+"""What computes each step of an attention kernel, by the name of the operation that stands for it in a recording.
+
+Between mask and context torch's own softmax stands.
+"""
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that kernels compute in for tensors of a dtype: float32 for half precision."""
+    return torch.float32 if dtype in (torch.half, torch.bfloat16) else dtype
+
+
+def _heads_of(tensor: Tensor) -> int:
+    """Return the number of heads: that of `... heads row head_dim`, or 1 for `row head_dim`."""
+    return tensor.shape[-3] if tensor.dim() > 2 else 1
+
+
+def _filled(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask: a boolean mask becomes 0 where a query may attend and -inf elsewhere."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, -torch.inf)
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    """Repeat each key or value head: `... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
+    return tensor if times == 1 else tensor.repeat_interleave(times, -3)
+
+
+# -- the call of an attention kernel ----------------------------------------------------------------------------------
+
+
+class Stages(NamedTuple):
+    """What the steps of an attention kernel make."""
+
+    scores: Tensor
+    masked: Tensor
+    """The scores themselves without a mask."""
+    weights: Tensor
+    context: Tensor
+    result: Tensor
+    """The context in the dtype and the layout of the kernel's result."""
+
+
 class AttentionCall(NamedTuple):
     """The call of an attention kernel, on `... heads query head_dim` and `... heads key head_dim`."""
 
@@ -36,14 +208,11 @@ class AttentionCall(NamedTuple):
     value: Tensor
     bias: Tensor | None = None
     starts: Tensor | None = None
-    """Start of each sequence among packed queries, then the end of the last sequence; None if nothing is packed."""
+    """As in `Places`."""
     key_starts: Tensor | None = None
-    """The same for packed keys; None if they start where the queries do."""
     causal: bool = False
     from_end: bool = False
-    """Whether the last query is aligned with the last key, rather than the first query with the first key."""
     window: tuple[int, int] = (-1, -1)
-    """How many keys before and after its position a query may attend to; -1 for no limit."""
     scale: float = 1.0
     dropout: float = 0.0
     rows_first: bool = False
@@ -52,47 +221,62 @@ class AttentionCall(NamedTuple):
     """The selected queries, and the number of all queries; None if no query is omitted."""
 
     @property
+    def places(self) -> Places:
+        """The keys that the positions mask out."""
+        return Places(self.causal, self.from_end, self.window, self.starts, self.key_starts)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether anything is added to the scores."""
+        return self.bias is not None or self.places.mask_keys
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a query may have every key masked out: not without a mask, nor under a lower triangle alone."""
+        is_triangle = self.bias is None and self.few is None and self.places.are_plainly_causal
+        return self.is_masked and not is_triangle
+
+    @property
     def scores_shape(self) -> tuple[int, ...]:
         """`... heads query key`."""
-        *before, queries, _ = self.query.shape
-        keys = self.key.shape[-2]
-        return (*before, queries, keys)
+        rows, heads = (-3, -2) if self.rows_first else (-2, -3)
+        query = self.query.shape
+        lead = (*query[:-3], query[heads]) if len(query) > 2 else ()
+        return (*lead, query[rows], self.key.shape[rows])
 
-    @property
-    def is_plainly_causal(self) -> bool:
-        """Whether the mask is a lower triangle that starts at the first query and key."""
-        if not self.causal or self.few is not None:
-            return False
-        starts_elsewhere = self.from_end or self.starts is not None
-        return not starts_elsewhere and not self.has_window
+    def with_operands(self, change: Callable[[Any], Any]) -> AttentionCall:
+        """Return the same call with something else in place of each tensor: its look, its reference, a copy."""
+        operands: list[Any] = [None if operand is None else change(operand) for operand in self[:_OPERANDS]]
+        return AttentionCall(*operands, *self[_OPERANDS:])
 
-    @property
-    def has_window(self) -> bool:
-        """Whether a query may attend to a limited number of keys before or after it only."""
-        return max(self.window) >= 0
+    def steps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Return the result, computed step by step; with `dtype`, in that dtype."""
+        return (self.made(dtype).result,)
 
-    def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute the attention step by step; with `dtype`, both the steps and the result are in that dtype."""
-        product = attention(do, self.heads_first(do), dtype, described=described)
-        product = _in_dtype(do, product, dtype or self.query.dtype)
-        if self.rows_first:
-            product = _swapped(do, product)
-        return (product,)
+    def made(self, dtype: torch.dtype | None = None) -> Stages:
+        """Return what the steps of softmax(q·kᵀ·scale + bias)·v make; with `dtype`, computed in that dtype."""
+        dtype = dtype or self.query.dtype
+        call = self.heads_first(_swapped)
+        query, key, value, bias = cast_tensors((call.query, call.key, call.value, call.bias), dtype)
+        scores = masked = attention_scores(query, key, scale=call.scale)
+        del query, key  # free a long sequence's keys in float64 before converting its values
+        if call.is_masked:
+            masked = attention_mask(scores, bias, few=call.few, **call.places.given())
+        softmax = torch._safe_softmax if call.is_safe else torch.softmax
+        weights = softmax(masked, -1)
+        context = attention_context(weights, value)
+        result = context.to(dtype)
+        return Stages(scores, masked, weights, context, _swapped(result) if self.rows_first else result)
 
     def size(self, results: Sequence[Tensor]) -> int:
         """Return the bytes of the largest step, the scores."""
         return 4 * math.prod(self.scores_shape)
 
-    def heads_first(self, do: Do) -> AttentionCall:
-        """Return the same call with the heads dimension before the rows."""
+    def heads_first(self, swap: Callable[[Any], Any]) -> AttentionCall:
+        """Return the same call with the heads dimension before the rows; `swap` swaps the two."""
         if not self.rows_first:
             return self
-        return self._replace(
-            query=_swapped(do, self.query),
-            key=_swapped(do, self.key),
-            value=_swapped(do, self.value),
-            rows_first=False,
-        )
+        return self._replace(query=swap(self.query), key=swap(self.key), value=swap(self.value), rows_first=False)
 
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
@@ -101,10 +285,10 @@ class AttentionCall(NamedTuple):
 
         `turn` selects the head; with the results of the `steps`, the largest difference selects head and queries.
         """
-        asked = self.heads_first(run)
+        asked = self.heads_first(_swapped)
         compared = [results[0], *(steps or ())]
         if self.rows_first:
-            compared = [tensor.transpose(-3, -2) for tensor in compared]
+            compared = [*map(_swapped, compared)]
         result = compared[0]
         *shape, count, width = result.shape
         number = turn % math.prod(shape)
@@ -143,47 +327,14 @@ class AttentionCall(NamedTuple):
             bias=bias,
         )
 
-    def allowed(self, rows: Tensor) -> Tensor | None:
-        """Return which keys these queries may attend to, ignoring the bias: `query key`; None if every key."""
-        if not self.causal and self.starts is None and not self.has_window:
-            return None
-        distance, allowed = self._distances(rows)
-        before, after = self.window
-        allowed = allowed.expand(distance.shape)
-        if self.causal:
-            allowed = allowed & (distance >= 0)
-        if before >= 0:
-            allowed = allowed & (distance <= before)
-        if after >= 0:
-            allowed = allowed & (distance >= -after)
-        return allowed
 
-    def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many positions each key is before each query, and whether both are in the same sequence."""
-        count = self.query.shape[-2] if self.few is None else self.few[1]
-        keys = torch.arange(self.key.shape[-2], device=rows.device)
-        if self.starts is not None:
-            return self._packed_distances(self.starts.to(rows.device).long(), rows, keys)
-        places = rows
-        if self.from_end:
-            places = rows + (len(keys) - count)
-        return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
-
-    def _packed_distances(self, starts: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same for packed sequences, whose first queries are at `starts`."""
-        key_starts = starts if self.key_starts is None else self.key_starts.to(rows.device).long()
-        sequences = torch.searchsorted(starts[1:], rows, right=True)
-        key_sequences = torch.searchsorted(key_starts[1:], keys, right=True)
-        places = rows - starts[sequences]
-        key_places = keys - key_starts[key_sequences]
-        if self.from_end:
-            # The last query of a sequence has the position of its last key.
-            shift = key_starts.diff() - starts.diff()
-            places = places + shift[sequences]
-        return places[:, None] - key_places, sequences[:, None] == key_sequences
+def _swapped(tensor: Tensor) -> Tensor:
+    """Swap rows and heads: `... rows heads head_dim -> ... heads rows head_dim`, or back."""
+    return tensor.transpose(-3, -2)
 
 
-OPERANDS = AttentionCall._fields[:6]
+_OPERANDS = 6
+"""How many of the fields are tensors; they come first."""
 
 
 _REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slopes")
@@ -192,19 +343,30 @@ _REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slope
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by schema name, in order; a missing one is its default or None."""
+    defaults = _defaults_of(func)
+    by_position = dict(zip(defaults, args, strict=False))
+    return {**defaults, **by_position, **kwargs}
+
+
+@cache
+def _defaults_of(func: Any) -> dict[str, Any]:
+    """Return the default of each argument of an operation by schema name, in order; None without a default."""
     defaults = {}
     for argument in func._schema.arguments:
         defaults[argument.name] = argument.default_value if argument.has_default_value() else None
-    by_position = dict(zip(defaults, args, strict=False))
-    return {**defaults, **by_position, **kwargs}
+    return defaults
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
     """Return the call of an attention kernel, with its operands unchanged.
 
-    Arguments are found by their schema names. Raises `NotOpenedError` for an argument that the steps do not support.
+    Arguments are found by their schema names. Raises `NotOpenedError` for another kernel, and for an argument that the
+    steps do not support.
     """
-    arguments, kernel = bound(func, args, kwargs), about(func).name
+    operator = about(func)
+    if operator.fused is None or operator.fused.way != "attention":
+        raise NotOpenedError("its steps are not known")
+    arguments, kernel = bound(func, args, kwargs), operator.name
     _refuse_unsupported(func, arguments)
     query = _first(arguments, "query", "q")
     key = _first(arguments, "key", "k")
@@ -263,117 +425,12 @@ def _window(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return -1 if before is None else int(before), -1 if after is None else int(after)
 
 
-# -- the steps --------------------------------------------------------------------------------------------------------
+# -- kernels that compute a part of an attention ----------------------------------------------------------------------
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a step without recording it."""
     return func(*args, **kwargs)
-
-
-def attention(do: Do, asked: AttentionCall, dtype: torch.dtype | None = None, *, described: bool = False) -> Tensor:
-    """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is summed in float32, as in kernels.
-
-    With `dtype`, compute in that dtype. With `described`, the steps have shapes and no numbers.
-    """
-    query, key, value = asked.query, asked.key, asked.value
-    dtype = dtype or query.dtype
-    if dtype in (torch.half, torch.bfloat16):
-        dtype = torch.float32
-    group = _heads_of(query) // _heads_of(key)
-    bias = _bias(do, asked, dtype, described)
-    query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
-    key = _repeated(do, _in_dtype(do, key, dtype), group)
-    scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
-    del query, key  # free a long sequence's keys in float64 before converting its values
-    if bias is not None:
-        scores = do(_A.add.Tensor, scores, bias)
-    # Without a bias, or with only a lower triangle, each query can attend to at least one key.
-    if bias is None or (asked.is_plainly_causal and asked.bias is None):
-        weights = do(_A._softmax.default, scores, -1, False)
-    else:
-        weights = do(_A._safe_softmax.default, scores, -1)
-    del scores, bias
-    product: Tensor = _product(do, weights, _repeated(do, _in_dtype(do, value, dtype), group))
-    return product
-
-
-def _heads_of(tensor: Tensor) -> int:
-    """Return the number of heads: that of `... heads row head_dim`, or 1 for `row head_dim`."""
-    return tensor.shape[-3] if tensor.dim() > 2 else 1
-
-
-def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
-    return tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
-
-
-def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> Any:
-    """Return the bias added to the scores, None if there is none; a plain causal mask is built in recorded steps."""
-    bias = None if asked.bias is None else _filled(do, asked.bias, dtype)
-    shape, device = asked.scores_shape[-2:], asked.query.device
-    if asked.is_plainly_causal:
-        triangle = do(_A.tril.default, do(_A.ones.default, list(shape), dtype=torch.bool, device=device))
-        added = _filled(do, triangle, dtype)
-    elif not asked.causal and asked.starts is None and not asked.has_window:
-        return bias
-    elif described or device.type == "meta":
-        added = torch.empty(shape, dtype=dtype, device="meta")
-    else:
-        queries = range(shape[0]) if asked.few is None else asked.few[0]
-        added = _filled(run, asked.allowed(torch.tensor(queries, device=device)), dtype)
-    return added if bias is None else do(_A.add.Tensor, bias, added)
-
-
-def _filled(do: Do, mask: Any, dtype: torch.dtype) -> Any:
-    """Return an additive mask: a boolean mask becomes 0 where a query may attend and -inf elsewhere."""
-    if mask.dtype != torch.bool:
-        return _in_dtype(do, mask, dtype)
-    zero = do(_A.scalar_tensor.default, 0.0, dtype=dtype, device=mask.device)
-    masked = do(_A.scalar_tensor.default, -torch.inf, dtype=dtype, device=mask.device)
-    return do(_A.where.self, mask, zero, masked)
-
-
-def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
-    """Repeat each key or value head: `... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
-    if times == 1:
-        return tensor
-    *before, heads, keys, head_dim = tensor.shape
-    apart = do(_A.unsqueeze.default, tensor, -3)
-    wide = do(_A.expand.default, apart, [*before, heads, times, keys, head_dim])
-    copied = do(_A.clone.default, wide, memory_format=torch.contiguous_format)
-    return do(_A._unsafe_view.default, copied, [*before, heads * times, keys, head_dim])
-
-
-def _product(do: Do, left: Tensor, right: Tensor) -> Any:
-    """Return a matrix product as torch computes it: one `bmm` over the flattened leading dimensions."""
-    lead_of_left, lead_of_right = tuple(left.shape[:-2]), tuple(right.shape[:-2])
-    lead = max(lead_of_left, lead_of_right)
-    left_matrices = _as_one(do, left, lead)
-    right_matrices = _as_one(do, right, lead)
-    product = do(_A.bmm.default, left_matrices, right_matrices)
-    shape = [*lead, left.shape[-2], right.shape[-1]]
-    if list(product.shape) == shape:
-        return product
-    return do(_A._unsafe_view.default, product, shape)
-
-
-def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Any:
-    """Return a tensor with its leading dimensions flattened into one, copied if the strides do not allow a view."""
-    if tuple(tensor.shape[:-2]) != lead:
-        tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
-    if len(lead) == 1:
-        return tensor
-    shape = [math.prod(lead), *tensor.shape[-2:]]
-    if not _is_contiguous(tensor, lead):
-        tensor = do(_A.clone.default, tensor, memory_format=torch.contiguous_format)
-        return do(_A._unsafe_view.default, tensor, shape)
-    return do(_A.view.default, tensor, shape)
-
-
-def _is_contiguous(tensor: Tensor, lead: tuple[int, ...]) -> bool:
-    """Return whether the leading dimensions are contiguous with each other, so that a view has them as one."""
-    dims = [(size, stride) for size, stride in zip(lead, tensor.stride(), strict=False) if size != 1]
-    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(dims))
 
 
 def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -415,11 +472,6 @@ def _adding_product(
     if beta != 1:
         added = do(_A.mul.Scalar, added, beta)
     return (do(_A.add.Tensor, product, added),)
-
-
-def _swapped(do: Do, tensor: Tensor) -> Any:
-    """Swap rows and heads: `... row heads head_dim -> ... heads row head_dim`, or back."""
-    return do(_A.transpose.int, tensor, -3, -2)
 
 
 def _few(tensor: Tensor, rank: int) -> Tensor:
@@ -479,8 +531,8 @@ class PartCall(NamedTuple):
         """Return the bytes of the largest step."""
         return 4 * results[0].numel()
 
-    def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute the kernel step by step; with `dtype`, in that dtype."""
+    def steps(self, dtype: torch.dtype | None = None, do: Do = run) -> tuple[Tensor, ...]:
+        """Compute the kernel step by step, each step by `do`; with `dtype`, in that dtype."""
         args = self.args if dtype is None else cast_tensors(self.args, dtype)
         return _PARTS[self.name].steps(do, *args, **self.settings)
 
@@ -495,11 +547,9 @@ class PartCall(NamedTuple):
 KernelCall = AttentionCall | PartCall
 
 
-def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCall:
-    """Return the call of a kernel. Raises `NotOpenedError` if its steps are not known or not supported."""
+def read_part(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PartCall:
+    """Return the call of a kernel that computes a part. Raises `NotOpenedError` if its steps are not known."""
     operator = about(func)
-    if operator.fused is not None and operator.fused.way == "attention":
-        return read_attention(func, args, kwargs)
     if operator.name not in _PARTS:
         raise NotOpenedError("its steps are not known")
     if any(tensor.is_nested for _, tensor in tensors_in(args)):

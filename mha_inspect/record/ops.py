@@ -17,6 +17,9 @@ Kind = Literal["view", "copy", "write", "compute"]
 """How an operation uses memory: share its input's, copy unchanged elements, write into its input, or compute."""
 RESULT_LINK = "kernel.result.default"
 """An added operation that torch never ran: the link from the last step of a fused kernel to the kernel's result."""
+KERNEL = "kernel."
+"""The namespace of added operations that torch never ran: steps of a fused attention kernel (`record.kernels.STEPS`),
+and the link to its result."""
 _COLLECTIVE_NAMESPACES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
 """The namespaces of collectives: operations of all ranks of a process group."""
 _WITHOUT_EXCHANGE = ("wait_tensor", "_wrap_tensor")
@@ -112,6 +115,11 @@ class Op:
     def makes_result(self) -> bool:
         """Whether this links the steps of a fused kernel to the kernel's result."""
         return self.name == RESULT_LINK
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this stands for a step of a fused attention kernel, which no operation of torch computes."""
+        return self.name.startswith(KERNEL) and not self.makes_result
 
     @property
     def output(self) -> TensorRef:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 from weakref import ref
 
@@ -48,6 +50,17 @@ def look_at(tensor: Tensor) -> Look:
         return ref(rows.untyped_storage()), 0, (rows.numel(),), (1,), tensor.dtype
     # Sparse and wrapped tensors have no storage of their own, and lazy ones have no shape.
     return ref(tensor), 0, () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape), (), tensor.dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: `float32`."""
+    return _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor of this shape: 12, 4, 1 for 2, 3, 4."""
+    from_last = accumulate(shape[:0:-1], mul, initial=1)
+    return [*from_last][::-1]
 
 
 def is_with_tensor(look: Look) -> bool:
@@ -143,8 +156,12 @@ class Tensors:
             return True
         self._counted.add(memory)
         # A view of a parameter takes no memory that the parameter did not take before.
-        if not from_outside:
-            self.room -= tensor.nbytes
+        return from_outside or self._takes(tensor.nbytes)
+
+    def _takes(self, nbytes: int) -> bool:
+        """Count memory that the run made, and return whether tensors may still be kept."""
+        if self.room is not None and not self.is_full:
+            self.room -= nbytes
             self.is_full = self.room < 0
         if self.is_full:
             self.values.clear()
@@ -219,39 +236,28 @@ class Tensors:
                 return seen
         return self._add(look, storage, op)
 
-    def stand_in(self, look: Look) -> Tensor:
-        """Return the tensor of a look if it was kept; else an empty meta tensor that is identified with it."""
-        if is_with_tensor(look):
-            return look[6]  # type: ignore[no-any-return]  # the tensor that is kept, of a tuple of any things
-        self.read(look)
-        memory, offset, shape, stride, dtype = look[:5]
-        size = offset
-        if 0 not in shape:
-            places = [(length - 1) * step for length, step in zip(shape, stride, strict=True)]
-            size += sum(places) + 1
-        empty = torch.empty(size, dtype=dtype, device="meta")
-        self._storages[ref(empty.untyped_storage())] = self._storages[memory]
-        return empty.as_strided(shape, stride, offset)
-
-    def storage_of(self, look: Look) -> Storage:
-        """Return the memory of a tensor that was read or written before."""
-        return self._storages[look[0]]
-
-    def add_like(self, tensor: TensorRef, storages: dict[int, Storage], op: int) -> TensorRef:
-        """Add a tensor that the operation `op` makes, of the same layout as another one.
-
-        `storages` has the memory for each number of a storage of tensors like this; new memory is added to it.
-        """
-        storage = storages.get(tensor.storage)
-        if storage is None:
-            storage = storages[tensor.storage] = Storage(self._num_storages, op)
-            self._num_storages += 1
+    def made(self, shape: tuple[int, ...], dtype: torch.dtype, op: int, value: Tensor | None) -> TensorRef:
+        """Return the reference of a tensor that torch never made, in memory of its own; keep its numbers, if any."""
         number = self._num_tensors
         self._num_tensors = number + 1
-        added = replace(tensor, id=number, storage=storage.number)
-        storage.seen[tensor.offset, tensor.shape, tensor.stride, getattr(torch, tensor.dtype)] = added
+        storage = self._num_storages
+        self._num_storages += 1
         self.producers[number] = op
-        return added
+        if value is not None and self._takes(value.nbytes):
+            self.values[number] = value
+        return TensorRef(number, shape, tuple(strides_of(shape)), 0, name_of(dtype), dtype.itemsize, storage)
+
+    def swapped(self, tensor: TensorRef, op: int) -> TensorRef:
+        """Return the reference of a view of a tensor that torch never made: its rows and heads are swapped."""
+        number = self._num_tensors
+        self._num_tensors = number + 1
+        self.producers[number] = op
+        if tensor.id in self.values:
+            self.values[number] = self.values[tensor.id].transpose(-3, -2)
+        sizes, steps = list(tensor.shape), list(tensor.stride)
+        for row in (sizes, steps):
+            row[-3], row[-2] = row[-2], row[-3]
+        return replace(tensor, id=number, shape=tuple(sizes), stride=tuple(steps))
 
     def constants(self) -> dict[int, Tensor]:
         """Return tensors by id that came from outside the run, still exist and were not overwritten since."""
@@ -275,8 +281,7 @@ class Tensors:
         _, offset, size, stride, dtype, *more = look
         number = self._num_tensors
         self._num_tensors = number + 1
-        name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-        tensor = TensorRef(number, tuple(size), stride, offset, name, dtype.itemsize, storage.number)
+        tensor = TensorRef(number, tuple(size), stride, offset, name_of(dtype), dtype.itemsize, storage.number)
         storage.seen[look[1:5]] = tensor
         if made_by is not None:
             self.producers[number] = made_by

@@ -1,4 +1,6 @@
-"""Record one run with its fused kernels opened: each kernel is computed again in steps, on its own arguments.
+"""Record one run with its fused kernels opened: the steps of each kernel stand in the recording, in its place.
+
+They are computed, on the kernel's own arguments, only where the numbers of the run are kept.
 
 The run continues with the kernel's own result; the result of the steps is only compared with it. So a run with the
 x-ray computes the same bits as a run without it, including gradients and random numbers.
@@ -10,9 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from mmap import mmap
-from operator import mul
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,18 +21,26 @@ from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
 from ..text import first_line
-from .arguments import tensors_in
+from .arguments import cast_tensors, tensors_in
 from .catalog import MULTI_HEAD, About, Fused, about, adds_scores, fused
-from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCall, bound, read_kernel
-from .kernels import run as compute
-from .ops import RESULT_LINK, Kernel, Kind, Op, Recording
+from .kernels import (
+    STEPS,
+    AttentionCall,
+    KernelCall,
+    NotOpenedError,
+    PartCall,
+    Stages,
+    bound,
+    read_attention,
+    read_part,
+    summed_in,
+)
+from .ops import KERNEL, RESULT_LINK, Kernel, Kind, Op, Recording, TensorRef
 from .recorder import Entry, Recorder
-from .repeated_steps import RecordedSteps, layout_of, looks_in
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .sight import Sight, hides_by_scores, sight_of, sight_of_kernel
-from .site import place_of_site, put_on, take_off
-from .tensors import Look, Tensors, is_with_tensor
-from .without_numbers import described
+from .site import numbers_of_site, place_of_site, put_on, take_off
+from .tensors import is_with_tensor, strides_of
 
 _Key = torch._C.DispatchKey
 LINK = About(None, None, RESULT_LINK, "result")
@@ -42,26 +50,30 @@ _COPIED = 1 << 20
 """Keys and values up to this many bytes are copied and compared after the run; larger ones are compared at once."""
 
 
-_STEPS = 4
-"""Steps of a kernel that are as large as its scores: the product, its scale, the mask and the softmax."""
+_CHEAP = 1 << 24
+"""Steps of a part with fewer bytes are computed even if nothing keeps them."""
+_STEPS = 3
+"""Steps of an attention that are as large as its scores: the product, the mask and the softmax."""
+
+
+_SCORES, _MASK, _CONTEXT = (f"{KERNEL}{name}.default" for name in STEPS)
 
 
 class _Opening(NamedTuple):
-    """The notes on a kernel that has run, from which its steps are added later."""
+    """The notes on an attention kernel that has run, from which its steps are added later."""
 
     place: int
     """Index of the kernel in the recording."""
-    func: Any
+    call: AttentionCall
+    """The call, with the look of each operand in place of the tensor."""
     shapes_only: bool
     """Whether its steps are too large for numbers."""
     nbytes: int
     """The bytes of its largest step."""
     sight: Sight | None
     """Which query sees which key in its weights; None if not known."""
-    drops: bool
-    """Whether it applies dropout to the weights."""
     check: Callable[[], Rounding] | None
-    """Returns the difference of a few rows from their steps; None if tensors are kept, or cannot be compared."""
+    """Returns the difference of a few rows from their steps; None if they are not compared."""
 
 
 class XRay(Recorder):
@@ -85,8 +97,6 @@ class XRay(Recorder):
         """Whether a composite operation inside a kernel is being decomposed: all its parts are one call."""
         self._shelf = _Shelf()
         self._sights_of_masks: dict[Any, Sight | None] = {}
-        self._recorded_steps: dict[Any, RecordedSteps] = {}
-        """The steps without numbers of each kind of call, by the layout of its operands."""
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording so far, with `returned` as its named outputs, and its kernels."""
@@ -134,6 +144,8 @@ class XRay(Recorder):
             self._kernel = place
         self._callers.is_new_call = True
         try:
+            if hiding.way in ("part", "adding"):
+                return self._run_part(place, operator, func, args, kwargs)
             if hiding.way != "reopen":
                 return self._run_leaf(place, operator, func, args, kwargs)
             tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
@@ -201,70 +213,109 @@ class XRay(Recorder):
     def _run_leaf(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel as it is, note what its steps will need later, and return its result."""
         note = self._tensors.note
-        # Tensors that are kept only while there is room may be gone when the kernel is opened.
-        is_kept = self._tensors.keep and self._tensors.room is None and not self._tensors.keeps_tables
         noted = [note(value) for value in args]
         named = {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
         results = result if isinstance(result, tuple) else (result,)
-        opening, sight, check = None, None, None
+        opening = None
         with self._unrecorded():
             try:
-                call = read_kernel(func, args, kwargs)
-                nbytes = call.size(results)
-                shapes_only = not results[0].is_meta and nbytes > self._budget
-                with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
-                    sight = self._sight_of_call(call, results)
-                    if not is_kept and _is_comparable(results[0]):
-                        check = self._later(*call.of_few(results, place + 1))
-                opening = _Opening(place, func, shapes_only, nbytes, sight, call.dropout > 0, check)
+                opening = self._opening(place, read_attention(func, args, kwargs), results)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
         self._note(operator, noted, named, result, opening=opening)
         return result
 
-    def _sight_of_call(self, call: KernelCall, results: Sequence[Tensor]) -> Sight | None:
-        """Return which query sees which key in a kernel's weights; None if not known. Cached without tensors."""
-        if isinstance(call, PartCall):
-            return sight_of(None, results[0], -1) if "softmax" in call.name else None
-        if hides_by_scores(call):
-            return self._sight_of_steps(call) if call.size(results) <= self._budget else None
-        if call.bias is not None or call.starts is not None:
-            return sight_of_kernel(call.heads_first(compute))
-        key = (call.scores_shape, call.causal, call.from_end, call.window, call.rows_first)
-        if key not in self._sights_of_masks:
-            self._sights_of_masks[key] = sight_of_kernel(call.heads_first(compute))
-        return self._sights_of_masks[key]
+    def _opening(self, place: int, call: AttentionCall, results: Sequence[Tensor]) -> _Opening:
+        """Return the notes on the call of an attention kernel that has these results."""
+        nbytes = call.size(results)
+        shapes_only = not results[0].is_meta and nbytes > self._budget
+        sight, check = None, None
+        with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
+            sight = self._sight_of_call(call, results)
+            # Where only tables are kept, nobody asks how exact the steps are.
+            if _is_comparable(results[0]) and not self._tensors.keeps_tables:
+                few, rows = call.of_few(results, place + 1)
+                # A kernel whose tensors may be kept is opened at once, any other after the run.
+                check = partial(_judged, few, rows) if self._tensors.keep else self._later(few, rows)
+        noted = call.with_operands(self._tensors.note)
+        return _Opening(place, noted, shapes_only, nbytes, sight, check)
 
-    def _sight_of_steps(self, call: AttentionCall) -> Sight | None:
-        """Return which query sees which key in the weights of a kernel's steps; None if there are no weights."""
-        sights: list[Sight | None] = []
+    def _run_part(self, place: int, operator: About, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a kernel that computes a part of an attention, record its steps beside it, and return its result."""
+        num_entries, num_ops = len(self._entries), len(self._ops)
+        note = self._tensors.note
+        noted = [note(value) for value in args]
+        named = {name: note(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        self._callers.note(self._asking)
+        results = result if isinstance(result, tuple) else (result,)
+        try:
+            with self._unrecorded():
+                changes = self._record_part(operator, read_part(func, args, kwargs), results, place + 1)
+            self._kernels[place] = replace(self._kernels[place], **changes)
+        except Exception as error:  # whatever the steps raise, the kernel stays one operation
+            del self._entries[num_entries:], self._ops[num_ops:]
+            self._kernels[place] = replace(self._kernels[place], note=_reason(error))
+            self._note(operator, noted, named, result)
+        return result
+
+    def _record_part(self, operator: About, call: PartCall, results: Sequence[Tensor], turn: int) -> dict[str, Any]:
+        """Record the steps of a part, and a link from each last step to a result; return the kernel's changes."""
+        note, nbytes = self._tensors.note, call.size(results)
+        shapes_only = not results[0].is_meta and nbytes > self._budget
+        has_use = self._tensors.keep and self._tensors.has_room_for(_STEPS * nbytes)
+        # The first operation on meta makes torch import for a second: few numbers are computed in less.
+        is_computed = not shapes_only and (has_use or nbytes < _CHEAP)
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
-            step, operator = func(*args, **kwargs), about(func)
-            if operator.weighs:
-                sights.append(self._sight_of(operator, args, step))
+            noted = [note(value) for value in args]
+            named = {name: note(value) for name, value in kwargs.items()}
+            given = args if is_computed else cast_tensors(args, None, "meta")
+            step, about_step = func(*given, **kwargs), about(func)
+            sight = self._sight_of(about_step, given, step) if about_step.weighs else None
+            self._note(about_step, noted, named, step, sight=sight)
             return step
 
-        call.steps(do)
-        return sights[-1] if sights else None
+        keep = self._tensors.keep
+        self._tensors.keep = keep and is_computed
+        try:
+            steps = call.steps(do=do)
+        finally:
+            self._tensors.keep = keep
+        for step, result in zip(steps, results, strict=True):
+            self._note(LINK, [note(step)], {"kernel": operator.name}, result, kind="copy")
+        self._callers.whole.add(self._callers.call)
+        changes: dict[str, Any] = {"opened": True, "note": "", "shapes_only": shapes_only}
+        if not _is_comparable(results[0]) or self._tensors.keeps_tables:
+            return changes
+        return changes | _checked(_check_of_kept(call, results, turn, steps if is_computed else None))
 
-    def _later(self, few: KernelCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
+    def _sight_of_call(self, call: AttentionCall, results: Sequence[Tensor]) -> Sight | None:
+        """Return which query sees which key in a kernel's weights; None if not known. Cached without tensors."""
+        if hides_by_scores(call):
+            if call.size(results) > self._budget:
+                return None
+            made = call.made()
+            return sight_of(made.masked, made.weights, -1)
+        if call.bias is not None or call.starts is not None:
+            return sight_of_kernel(call)
+        key = (call.scores_shape, call.causal, call.from_end, call.window)
+        if key not in self._sights_of_masks:
+            self._sights_of_masks[key] = sight_of_kernel(call)
+        return self._sights_of_masks[key]
+
+    def _later(self, few: AttentionCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
         """Return a function that compares a few rows after the run, without a reference to the run's tensors."""
-        if isinstance(few, PartCall) or few.key.nbytes + few.value.nbytes > _COPIED:
+        if few.key.nbytes + few.value.nbytes > _COPIED:
             rounding = _judged(few, rows)
             return lambda: rounding
-        copies: list[Callable[[], Any]] = []
-        for name in OPERANDS:
-            operand = getattr(few, name)
-            copies.append(_nothing if operand is None else self._shelf.put(operand))
+        copies = few.with_operands(self._shelf.put)
         result = self._shelf.put(rows[0])
-        settings = few[len(OPERANDS) :]
 
         def check() -> Rounding:
-            operands = [copied() for copied in copies]
-            return _judged(AttentionCall(*operands, *settings), (result(),))
+            return _judged(copies.with_operands(lambda copied: copied()), (result(),))
 
         return check
 
@@ -295,108 +346,98 @@ class XRay(Recorder):
         self._kernels[opening.place] = replace(kernel, **changes)
 
     def _add_steps(self, entry: Entry, opening: _Opening) -> dict[str, Any]:
-        """Add the steps of a kernel and a link from the last step to the kernel's result; return the kernel's changes.
-
-        If tensors are kept the steps are computed; else they get shapes only, from tensors on meta.
-        """
-        _, args, kwargs, results, _, _, number, *_ = entry
-        is_kept = self._tensors.keep and all(is_with_tensor(look) for look in results)
+        """Add the steps of an attention kernel, with their numbers if tensors are kept; return the kernel's changes."""
+        tensors, results, number = self._tensors, entry[3], entry[6]
+        is_kept = tensors.keep and all(map(is_with_tensor, results))
         # Steps that cannot be kept with the run have no use for their numbers.
-        has_room = self._tensors.has_room_for(_STEPS * opening.nbytes)
-        computed = is_kept and not opening.shapes_only and has_room
-        has_tensors = any(map(is_with_tensor, looks_in([args, kwargs])))
-        kind = None if has_tensors else _kind_of_call(entry, opening)
-        call, steps = None, None
-        if kind in self._recorded_steps:
-            self._repeat_steps(self._recorded_steps[kind], entry, opening)
-        else:
-            start = len(self._ops)
-            call, steps = self._record_steps(entry, opening, computed=computed)
-            if kind is not None:
-                operands = tuple(map(self._tensors.read, looks_in([args, kwargs])))
-                self._recorded_steps[kind] = RecordedSteps(tuple(self._ops[start:]), operands)
+        has_room = tensors.has_room_for(_STEPS * opening.nbytes)
+        call, made = None, None
+        if is_kept:
+            call = opening.call.with_operands(lambda look: look[6])
+            made = call.made() if has_room and not opening.shapes_only else None
+        self._write_steps(entry, opening, made)
         self._callers.whole.add(number)
-        if opening.drops:
+        changes: dict[str, Any] = {"shapes_only": opening.shapes_only}
+        if opening.call.dropout > 0:
             reason = "not compared: the kernel applies dropout, and its steps do not"
-            return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
+            return changes | {"drops": True, "note": reason}
         check = opening.check
         whole: list[Any] = [look[6] for look in results] if is_kept else []
-        if call is not None and whole and _is_comparable(whole[0]):
-            check = _check_of_kept(call, whole, opening.place + 1, steps if computed else None)
-        changes = {"shapes_only": opening.shapes_only}
+        if call is not None and _is_comparable(whole[0]):
+            check = _check_of_kept(call, whole, opening.place + 1, None if made is None else (made.result,))
         return changes if check is None else changes | _checked(check)
 
-    def _record_steps(
-        self, entry: Entry, opening: _Opening, *, computed: bool
-    ) -> tuple[KernelCall, tuple[Tensor, ...]]:
-        """Run the steps of a kernel, with numbers if `computed`, and add them; return the call, and the last steps."""
-        tensors, keep = self._tensors, self._tensors.keep
-        operator, args, kwargs, results, _, site, number, place, *_ = entry
-        call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
-        note = tensors.note
+    def _write_steps(self, entry: Entry, opening: _Opening, made: Stages | None) -> None:
+        """Add the operations that stand for an attention kernel, with what they made if that is kept."""
+        operator, *_, results = entry[:4]
+        read = opening.call.with_operands(self._tensors.read)
+        # As arguments these are tensors, and what is recorded of them are references.
+        call: Any = read.heads_first(partial(self._swapped, entry))
+        look: Any = opening.call.query
+        dtype = summed_in(look[4])
+        shape = call.scores_shape
 
-        def add(operator: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
-            noted = [note(arg) for arg in args]
-            named = {name: note(arg) for name, arg in kwargs.items()}
-            self._add((operator, noted, named, outputs, None, site, number, place, kind, sight, None))
+        def step(stage: str, name: str, args: Any, settings: dict[str, Any], shape: Any = shape) -> TensorRef:
+            value = None if made is None else getattr(made, stage)
+            output = self._tensors.made(shape, dtype, len(self._ops), value)
+            self._add_step(entry, name, args, settings, (output,))
+            return output
 
-        def do(func: Any, *args: Any, **kwargs: Any) -> Any:
-            step = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
-            outputs = (step,) if isinstance(step, Tensor) else step
-            looks = [tensors.look(tensor, False) for tensor in outputs]
-            operator = about(func)
-            sight: Sight | None = None
-            if operator.weighs:
-                sight = self._sight_of(operator, args, step) if computed else opening.sight
-            add(operator, args, kwargs, looks, None, sight)
-            return step
+        scores = masked = step("scores", _SCORES, (call.query, call.key), {"scale": call.scale})
+        if call.is_masked:
+            args = (scores,) if call.bias is None else (scores, call.bias)
+            masked = step("masked", _MASK, args, call.places.given())
+        if call.is_safe:
+            weights = step("weights", "aten._safe_softmax.default", (masked, -1), {})
+        else:
+            weights = step("weights", "aten._softmax.default", (masked, -1, False), {})
+        # What the mask says is true for any scores; a bias that may hide keys has been looked at with these scores.
+        sight = opening.sight
+        if sight is None and made is not None:
+            with suppress(Exception):  # other kinds of tensors may raise anything
+                sight = sight_of(made.masked, made.weights, -1)
+        if sight is not None:
+            self._sights[weights.id] = sight
+        of_values = (*shape[:-1], call.value.shape[-1])
+        context = step("context", _CONTEXT, (weights, call.value), {}, of_values)
+        if read.rows_first:
+            context = self._swapped(entry, context)
+        outputs = [self._tensors.write(look, len(self._ops), (context,), False, True) for look in results]
+        self._add_step(entry, RESULT_LINK, (context,), {"kernel": operator.name}, tuple(outputs), "copy")
 
-        tensors.keep = computed
-        try:
-            steps = call.steps(do, described=not computed)
-            for last, outputs in zip(steps, _of_links(results, len(steps)), strict=True):
-                add(LINK, (last,), {"kernel": operator.name}, outputs, "copy", None)
-        finally:
-            tensors.keep = keep
-        return call, steps
+    def _swapped(self, entry: Entry, tensor: TensorRef) -> TensorRef:
+        """Add a view of a tensor with its rows and heads swapped, `... rows heads head_dim`, and return it."""
+        view = self._tensors.swapped(tensor, len(self._ops))
+        self._add_step(entry, "aten.transpose.int", (tensor, -3, -2), {}, (view,), "view")
+        return view
 
-    def _repeat_steps(self, like: RecordedSteps, entry: Entry, opening: _Opening) -> None:
-        """Add the steps of a kernel as those of an equal call before."""
-        _, _, _, results, _, site, *_ = entry
-        num_links = sum(op.makes_result for op in like.ops)
-        links = _of_links(results, num_links)
-        place = place_of_site(site)
-        repeated = [*like.again(self._tensors, entry, place, links, len(self._ops))]
-        self._ops += repeated
-        for step, op in zip(like.ops, repeated, strict=True):
-            if opening.sight is not None and step.outputs[0].id in self._sights:
-                self._sights[op.outputs[0].id] = opening.sight
-
-
-def _of_links(results: Sequence[Look], links: int) -> list[Sequence[Look]]:
-    """Return which results of a kernel each link has: a single one has all of them."""
-    if links == 1:
-        return [results]
-    return [[look] for look in results]
-
-
-def _kind_of_call(entry: Entry, opening: _Opening) -> Any:
-    """Return a key that is equal for calls of one kernel with equal settings, on operands of equal layouts."""
-    _, args, kwargs, *_ = entry
-    memory: dict[Any, int] = {}
-    described = layout_of(args, memory), layout_of(kwargs, memory)
-    return opening.func, described, opening.shapes_only, opening.sight is None
-
-
-def _given(tensors: Tensors, value: Any) -> Any:
-    """Return noted arguments with the kept tensors, or with meta tensors that are identified with them."""
-    if isinstance(value, tuple):
-        return tensors.stand_in(value)
-    if isinstance(value, list):
-        return [_given(tensors, part) for part in value]
-    if isinstance(value, dict):
-        return {name: _given(tensors, part) for name, part in value.items()}
-    return value
+    def _add_step(
+        self,
+        entry: Entry,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[TensorRef, ...],
+        kind: Kind = "compute",
+    ) -> None:
+        """Add an operation that torch never ran, which stands for a step of an attention kernel."""
+        *_, site, call, kernel, _, _, _ = entry
+        read = tuple([value for value in (*args, *kwargs.values()) if type(value) is TensorRef])
+        op = Op(
+            len(self._ops),
+            name,
+            args,
+            kwargs,
+            args if read == args else read,
+            outputs,
+            kind,
+            name == _MASK,
+            *place_of_site(site),
+            call,
+            kernel,
+            numbers_of_site(site),
+        )
+        self._ops.append(op)
 
 
 # -- a kernel beside its steps ----------------------------------------------------------------------------------------
@@ -418,20 +459,10 @@ class _Shelf:
         count, shape = tensor.numel(), tensor.shape
         if self._page.dtype != tensor.dtype or self._used + count > len(self._page):
             self._page, self._used = torch.frombuffer(mmap(-1, _COPIED), dtype=tensor.dtype), 0
-        get = partial(torch.as_strided, self._page, shape, _strides_of(shape), self._used)
+        get = partial(torch.as_strided, self._page, shape, strides_of(shape), self._used)
         get().copy_(tensor)
         self._used += count
         return get
-
-
-def _strides_of(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor of this shape: 12, 4, 1 for 2, 3, 4."""
-    from_last = accumulate(shape[:0:-1], mul, initial=1)
-    return [*from_last][::-1]
-
-
-def _nothing() -> None:
-    """Return None, as a copy of an operand that a call does not have."""
 
 
 def _difference_of_rows(padded: Tensor, rows: Tensor) -> float:
@@ -456,12 +487,12 @@ def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None
 
     The steps are computed again, in the dtype of the results: a fault in the recorded steps is not rounding.
     """
-    steps = few.steps(compute, results[0].dtype)
-    exact = few.steps(compute, torch.float64)
+    steps = few.steps(results[0].dtype)
+    exact = few.steps(torch.float64)
     if difference is None:
         difference = max(map(max_difference, results, steps))
     if steps[0].dtype == torch.float64:
-        coarse = few.steps(compute, torch.float32)
+        coarse = few.steps(torch.float32)
         return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * STEP)
     return Rounding.of(difference, max(map(_error, steps, exact)))
 

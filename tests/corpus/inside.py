@@ -342,7 +342,6 @@ FACTS: dict[str, dict[str, Any]] = {
     "nothing: a learned gain": {"scale": 0.3 * D**-0.5, "early": 0.3},
     "nothing: the same rotation everywhere": {"findings": frozenset({"rotary"})},
     "nothing: half of the features are written": {"findings": frozenset({"rotary"}), "rows": None},
-    "nothing: the largest score is taken off": {"masked": True},
     "nothing: padding that is added": {"masked": True},
     "nothing: keys that are learned": {"lengths": {"key": None}},
     "nothing: keys of zeros": {"lengths": {"key": None}},

@@ -96,6 +96,28 @@ class Skipping(Model):
         return last
 
 
+class Inner(Model):
+    """The last layer attends over the state before the last equal layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        *equal, last = self.layers
+        states = [x]
+        for layer in equal:
+            states.append(layer(states[-1]))
+        final: Tensor = last(states[-2])
+        return final
+
+
+class TwoBack(Model):
+    """Each layer attends over the state two layers before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, state = x, x.sin()
+        for layer in self.layers:
+            before, state = state, layer(before) + state
+        return state
+
+
 class Pieces(nn.Module):
     """Equal operations on pieces that were made before them, of which three are query, key and value."""
 

@@ -17,7 +17,7 @@ from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Run, Subject
 
 from .every import ENTRIES
-from .stacks import DIFFERENT, LAYERS, Layer, Model, Picking, Pieces, Returning, Skipping, Stack
+from .stacks import DIFFERENT, LAYERS, Inner, Layer, Model, Picking, Pieces, Returning, Skipping, Stack, TwoBack
 
 """How many layers a stack has, and which of them differs where one does."""
 
@@ -150,6 +150,28 @@ def test_weights_that_two_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     require_same_parameters(monkeypatch, Model(made), X)
 
 
+def test_layers_of_two_kinds_in_turns_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layers() + layers()
+    for layer in made[::2]:
+        layer.mask = layer.mask.triu(-2)
+    trace, run = require_same_answers(monkeypatch, Model(made), X)
+    assert [attention.window for attention in trace.attentions] == [3, None] * LAYERS
+    assert number_of_distinct(run) == 6
+    require_same_parameters(monkeypatch, Model(made), X)
+
+
+def test_layers_with_a_loop_over_heads_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ENTRIES["LoopSlices"]
+    (x,), _ = entry.arguments()
+    _, run = require_same_answers(monkeypatch, Stack(entry.make, residual=True).eval(), x)
+    assert number_of_distinct(run) == 3
+
+
+def test_layers_that_read_the_state_two_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_same_answers(monkeypatch, TwoBack(layers()), X)
+    require_same_parameters(monkeypatch, TwoBack(layers()), X)
+
+
 # -- what comes after the layers --------------------------------------------------------------------------------------
 
 
@@ -158,6 +180,13 @@ def test_what_each_layer_returns_has_the_axes_of_that_layer(monkeypatch: pytest.
     axes = [returned.axes for returned in trace.returns]
     assert axes == [*["batch query embed"] * (1 + LAYERS), *["batch heads key head_dim"] * LAYERS]
     assert number_of_distinct(run) == 3
+
+
+def test_an_attention_over_the_state_before_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [*layers(), Layer(heads=2)]
+    trace, run = require_same_answers(monkeypatch, Inner(made), X)
+    assert [attention.num_heads for attention in trace.attentions] == [*[3] * LAYERS, 2]
+    assert number_of_distinct(run) == 4
 
 
 def test_the_state_of_a_middle_layer_that_is_read_later_leaves_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:

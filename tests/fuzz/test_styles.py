@@ -376,8 +376,8 @@ def said(attention: Any) -> dict[str, object]:
 
 
 def intent_of(style: Style) -> mha_inspect.Intent:
-    """Return what is meant: causal where there is a mask, in a window where the mask has one."""
-    return mha_inspect.Intent(causal=bool(style.mask), window=WINDOW if style.mask == "window" else None)
+    """Return what is meant: causal where there is a mask, in a window where it hides any key."""
+    return mha_inspect.Intent(causal=bool(style.mask), window=WINDOW if hides_by_window(style) else None)
 
 
 def assert_parameters_are_told(style: Style, parameters: Any) -> None:

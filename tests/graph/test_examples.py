@@ -6,11 +6,11 @@ import doctest
 
 import pytest
 
-from mha_inspect.graph import axis, dataflow, layout
+from mha_inspect.graph import axis, dataflow, indices, label
 from mha_inspect.naming import axes, placement, roles
 
 
-@pytest.mark.parametrize("module", [axis, dataflow, layout, axes, placement, roles])
+@pytest.mark.parametrize("module", [axis, dataflow, indices, label, axes, placement, roles])
 def test_an_example_gives_what_its_docstring_shows(module) -> None:
     failed, tried = doctest.testmod(module)
     assert tried

@@ -179,6 +179,22 @@ def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None
     assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
 
 
+def test_a_mask_inside_of_a_large_product_has_shapes_and_no_numbers() -> None:
+    layer, x, mask = mha().train(), drawn(BATCH, LENGTH, EMBED), drawn(LENGTH, LENGTH, seed=1)
+    full, small = (opened(lambda x: layer(x, x, x, attn_mask=mask), x, budget=budget)[0] for budget in (1 << 30, 1))
+    assert [op.name for op in full.recording.ops] == [op.name for op in small.recording.ops]
+    (described,) = small.recording.kernels
+    assert described.opened
+    assert described.shapes_only
+    assert described.check is not None
+    assert described.check.verdict != "differs"
+    stages = [run.attentions[0][0].stages for run in (full, small)]
+    shapes = [{name: (t.shape, t.stride, t.dtype) for name, t in tensors.items()} for tensors in stages]
+    assert shapes[0] == shapes[1]
+    assert stages[1]["scores"].id not in small.recording.values
+    assert not any(value.is_meta for value in small.recording.values.values())
+
+
 # -- one run, and what it computes -------------------------------------------------------------------------------------
 
 
@@ -268,7 +284,7 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
         raise error
 
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
-    monkeypatch.setattr("mha_inspect.record.kernels.attention", fail)
+    monkeypatch.setattr("mha_inspect.record.kernels.AttentionCall.made", fail)
     with torch.no_grad():
         trace = mha_inspect.trace(module, x)
         assert torch.equal(record_opened(module, x)[1], module(x))
@@ -283,16 +299,16 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
 def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where steps go wrong only as they run, and not in a dtype that is asked for: that is no rounding."""
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
-    attention = kernels.attention
+    made = kernels.AttentionCall.made
 
-    def wrong(do: Any, asked: Any, dtype: Any = None, **described: Any) -> Any:
-        right = attention(do, asked, dtype, **described)
-        return right if dtype and not everywhere else do(torch.ops.aten.mul.Scalar, right, 1.001)
+    def wrong(asked: kernels.AttentionCall, dtype: torch.dtype | None = None) -> kernels.Stages:
+        right = made(asked, dtype)
+        return right if dtype and not everywhere else right._replace(result=right.result * 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees
         assert mha_inspect.trace(module, x, keep=True).proof.agrees
-        monkeypatch.setattr("mha_inspect.record.kernels.attention", wrong)
+        monkeypatch.setattr("mha_inspect.record.kernels.AttentionCall.made", wrong)
         assert mha_inspect.trace(module, x).proof.agrees is False
         assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
         # Where none of the steps are kept, none run but those that are compared.
@@ -319,7 +335,7 @@ def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[in
     given = {"window_size_left": window[0], "window_size_right": window[1]}
     asked = kernels.read_attention(func, (q, k, v, *starts, 5, 6, 0.0, causal, False), given)
     assert asked.rows_first
-    (contexts,) = asked.steps(kernels.run)
+    (contexts,) = asked.steps()
     for at, (rows, keys) in enumerate(zip(lengths, others, strict=True)):
         first_query, first_key = (s[at] for s in starts)
         # The last query stands where the last key does.
@@ -330,6 +346,52 @@ def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[in
         parts = (q[first_query : first_query + rows], k[first_key : first_key + keys], v[first_key : first_key + keys])
         expected = attended(*(part.transpose(0, 1) for part in parts), allowed).transpose(0, 1)
         torch.testing.assert_close(contexts[first_query : first_query + rows].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+class Packed(nn.Module):
+    """Sequences one after the other, without padding, for a kernel that torch has on GPUs alone."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.query, self.key, self.value = (nn.Linear(EMBED, 8 * heads) for heads in (4, kv_heads, kv_heads))
+            self.out = nn.Linear(32, EMBED)
+
+    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 8)) for part in (self.query, self.key, self.value))
+        forward = torch.ops.aten._flash_attention_forward
+        context = forward(q, k, v, starts, starts, 6, 6, 0.0, True, False)[0]
+        return self.out(context.flatten(1))
+
+
+def packed_kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, *settings: Any, **further: Any) -> Any:
+    """The oracle in the place of the kernel: each sequence by itself, causal."""
+    context = torch.empty_like(q)
+    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        one = [part[start:end].transpose(0, 1).double() for part in (q, k, v)]
+        one[1:] = [part.repeat_interleave(q.shape[1] // k.shape[1], 0) for part in one[1:]]
+        allowed = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        context[start:end] = attended(*one, allowed).transpose(0, 1).to(q)
+    return context, torch.zeros(q.shape[1], len(q)), torch.zeros(2), torch.zeros(()), torch.empty(0)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_kernel_with_packed_sequences_is_read_from_its_arguments(kv_heads: int) -> None:
+    module, x, starts = Packed(kv_heads), drawn(11, EMBED), torch.tensor([0, 5, 11], dtype=torch.int32)
+    with torch.library._scoped_library("aten", "IMPL") as library, torch.no_grad():
+        library.impl("_flash_attention_forward", packed_kernel, "CPU")
+        trace = mha_inspect.trace(module, x, starts)
+        report = mha_inspect.check(module, x, starts)
+    (attention,) = trace.attentions
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, kv_heads, 8)
+    assert attention.kind[:2] == ("self", "causal")
+    stages = {shown.name: (shown.axes, shown.formula) for shown in attention.stages}
+    assert stages["masked_scores"] == ("heads query key", "scores + mask")
+    assert stages["context"] == ("query heads head_dim", "weights · v_heads")
+    assert stages["k_heads"][0] == f"key {'heads' if kv_heads == 4 else 'kv_heads'} head_dim"
+    assert trace.proof.agrees
+    assert not report.findings
 
 
 READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {

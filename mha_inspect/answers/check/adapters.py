@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ...naming.parameters import parts_at
+from ...naming.parameters import parts_in
 from ...naming.projection import Part
 from ...reports.check import Finding
 from ...text import listed, spans
@@ -28,7 +28,7 @@ def factors_on_other_sides(evidence: Evidence) -> Iterator[Finding]:
     reported: set[str] = set()
     places = {id(attention): place for place, (attention, _) in enumerate(evidence.run.attentions)}
     for attention, _, _ in evidence.kinds:
-        parts, _ = parts_at(evidence.run, places[id(attention)])
+        parts, _ = parts_in(evidence.run, places[id(attention)])
         for name, reached in _factors_by_name(parts).items():
             side = _side_in(name)
             if not side or name in reported:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...graph.attention import Attention
 from ...graph.dataflow import made_of
-from ...graph.instances import same_content, without_tensors
+from ...graph.equal_layers import same_content, without_tensors
 from ...naming.axes import AxisNames
 from ...record.ops import Op, Recording, TensorRef
 from ...running.subject import Run

@@ -401,10 +401,11 @@ def _first_positions(value: Any, before: int, length: int) -> Any:
 def masks_by_item(run: NamedRun) -> frozenset[str]:
     """Return the names of the inputs of a run that are `batch key`, by what its dataflow does with them."""
     names = set[str]()
+    attentions = run.distinct.run.attentions
     for named in run.recording.inputs:
         if len(named.tensor.shape) != 2:
             continue
-        if any(axes.of(named.tensor) == "batch key" for _, axes in run.attentions):
+        if any(axes.of(named.tensor) == "batch key" for _, axes in attentions):
             names.add(named.name)
     return frozenset(names)
 

@@ -158,7 +158,7 @@ def _frequencies_of(evidence: Evidence, stack: Sequence[_Layer]) -> list[Sequenc
     """Return the frequencies of the rotation of each layer; of a layer without rotation none."""
     ladders: list[Sequence[float]] = []
     for layer in stack:
-        steps = evidence.inner.of(layer.attention, layer.names)
+        steps = evidence.inner_of(layer.attention, layer.names)
         ladders.append(steps.frequencies or ())
     return ladders
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
-from ...naming.inner_steps import InnerStepsReader
+from ...naming.axes import AxisNames
+from ...naming.inner_steps import InnerSteps, InnerStepsReader
 from ...naming.named_run import NamedRun
 from ...naming.pattern import dims_of
 from ...record.arguments import dense, tensors_in
@@ -215,10 +216,20 @@ class Evidence:
         """The values of arguments, parameters and buffers, by tensor id."""
         return self.subject.leaves(self.run.recording)
 
+    def inner_of(self, attention: Attention, names: AxisNames) -> InnerSteps:
+        """Return the positions, norms and cache of an attention."""
+        stays = any(attention is like for like, _ in self.run.distinct.run.attentions)
+        reader = self._inner_of_distinct if stays else self._inner
+        return reader.of(attention, names)
+
     @cached_property
-    def inner(self) -> InnerStepsReader:
-        """Reads positions, norms and caches of the attentions."""
+    def _inner(self) -> InnerStepsReader:
         return InnerStepsReader(self.run, self.leaves)
+
+    @cached_property
+    def _inner_of_distinct(self) -> InnerStepsReader:
+        """Reads attentions that are the same where equal layers are left out."""
+        return InnerStepsReader(self.run.distinct.run, self.leaves)
 
     def content(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a recorded tensor, argument, parameter or buffer; None if it was not kept."""

@@ -81,7 +81,7 @@ def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
         slopes = slopes_of(evidence, attention, names)
         if slopes:
             facts.append(Fact("slopes by head", _listed(slopes)))
-        frequencies = evidence.inner.of(attention, names).frequencies
+        frequencies = evidence.inner_of(attention, names).frequencies
         if frequencies:
             ladder = f"{_listed(frequencies)} a position{_base(frequencies)}"
             facts.append(Fact("rotary by pair", ladder))
@@ -156,7 +156,7 @@ def slopes_upside_down(evidence: Evidence, attention: Attention, names: AxisName
 
 def frequencies_off(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a suspicion if the frequencies of a rotation are base^(-2i/d) with every i one too high."""
-    frequencies = evidence.inner.of(attention, names).frequencies
+    frequencies = evidence.inner_of(attention, names).frequencies
     ratio = _ratio(frequencies)
     if ratio is None or ratio > 1 - 3 * NEAR:
         return

@@ -161,6 +161,9 @@ def weak_mask(op: Op, values: Sequence[Tensor | None], weights: Tensor | None) -
         return _weak_fill(op, values, weights)
     if name == "mul":
         return _multiplied(values, weights)
+    if name == "attention_mask":  # of a kernel: a boolean masks out, and integers say where packed sequences start
+        added = [value for value in values if value is not None and value.is_floating_point()]
+        return _weak_sum(added, weights, is_subtracted=False)
     if name in ("add", "sub"):
         return _weak_sum(values, weights, is_subtracted=name == "sub")
     return None

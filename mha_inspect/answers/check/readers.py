@@ -24,14 +24,16 @@ class Readers:
         recording = evidence.run.recording
         self._graph = evidence.run.graph
         self._module = evidence.subject.module
-        self._read = [named.tensor for named in recording.outputs]
-        """The tensors that something reads."""
+        self._read: dict[int, list[TensorRef]] = defaultdict(list)
+        """The tensors that something reads, by the memory that they view."""
+        for named in recording.outputs:
+            self._read[named.tensor.storage].append(named.tensor)
         calls: dict[int, dict[int, Op]] = defaultdict(dict)
         for op in _reading_ops(recording):
             if op.kind == "view":
                 continue
-            self._read += op.inputs
             for tensor in op.inputs:
+                self._read[tensor.storage].append(tensor)
                 calls[tensor.storage].setdefault(op.call, op)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.ops: dict[str, list[Op]] = {}
@@ -39,6 +41,7 @@ class Readers:
         for named in recording.parameters:
             self.shapes[named.name] = named.tensor.shape
             self.ops[named.name] = list(calls[named.tensor.storage].values())
+        self._unread = [name for name, ops in self.ops.items() if not ops]
         self.mentioned: set[str] = set()
         """Parameters and modules that a finding already names."""
 
@@ -56,7 +59,7 @@ class Readers:
 
     def unread(self) -> list[str]:
         """Return unused parameters that no finding names yet."""
-        return [name for name, ops in self.ops.items() if not ops and not self._is_mentioned(name)]
+        return [name for name in self._unread if not self._is_mentioned(name)]
 
     def _is_mentioned(self, name: str) -> bool:
         """Return whether a finding names a parameter, or a module around it."""
@@ -68,8 +71,8 @@ class Readers:
         if result.numel > _LARGEST or not _is_contiguous(result):
             return set()
         memory = torch.zeros(result.offset + result.numel, dtype=torch.bool)
-        for tensor in self._read:
-            if tensor.storage == result.storage and tensor.shape and tensor.numel:
+        for tensor in self._read[result.storage]:
+            if tensor.shape and tensor.numel:
                 _mark(memory, tensor, result.itemsize)
         by_feature = memory[result.offset :].reshape(-1, result.shape[-1]).any(0)
         return set((~by_feature).nonzero().flatten().tolist())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention, features_place
-from ...graph.products import Product
+from ...graph.products import KernelScores, Product
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
@@ -208,11 +208,13 @@ def _is_left(attention: Attention, side: str) -> bool:
     return not attention.key_first
 
 
-def _position_axis(side: str, *, is_left: bool) -> int:
+def _position_axis(product: Product, side: str, *, is_left: bool) -> int:
     """Return the dimension of the positions in a factor of a product.
 
     The last dimension of the left factor is contracted: in the scores it has features, in the value product positions.
     """
+    if isinstance(product, KernelScores):
+        return -2
     if side == "value":
         return -1 if is_left else -2
     return -2 if is_left else -1
@@ -298,8 +300,14 @@ class Factor:
         """The dimension of the source that counts heads; None if their features are side by side."""
         self.tokens = start.tokens
         """The sizes of the source without features and heads."""
-        self.rows = _position_axis(side, is_left=_is_left(attention, side))
+        product = _product_of(attention, side)
+        is_left = _is_left(attention, side)
+        self.rows = _position_axis(product, side, is_left=is_left)
         """The position dimension of the target."""
+        self._shared_by = 1
+        """How many heads of the product each head of the target serves."""
+        if product.op.is_step and not is_left:
+            self._shared_by = prod(product.left.shape[:-2]) // max(prod(product.right.shape[:-2]), 1)
         width = names.head_dim
         if side == "value":
             width = self.target.shape[self._features_of_target]
@@ -345,6 +353,8 @@ class Factor:
     def _rows_of(self, marks: Tensor) -> set[Row]:
         """Return the rows of the target with a marked element."""
         by_row = marks.any(self._features_of_target)
+        if self._shared_by > 1:
+            by_row = by_row.repeat_interleave(self._shared_by, -2)
         by_group = by_row.reshape(-1, by_row.shape[-1])
         return {(group, row) for group, row in by_group.nonzero().tolist()}
 

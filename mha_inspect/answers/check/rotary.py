@@ -365,7 +365,7 @@ def _of_offsets(evidence: Evidence, attention: Attention, names: AxisNames, firs
 
     Keys that are rotated behind the cache, each call anew, may count their slots: the first query is at key `first`.
     """
-    steps = evidence.inner.of(attention, names)
+    steps = evidence.inner_of(attention, names)
     place = steps.position
     if place is None or place.kind != "rotary" or not _is_one_sequence(attention, names, steps.cache):
         return

@@ -18,9 +18,9 @@ from torch import nn
 
 from ...graph.axis import Axis, Dim, resolve, size_of
 from ...graph.dataflow import Graph
+from ...graph.meet import Meetings, as_written
 from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
-from ...graph.scores import as_written, score_product
 from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.pattern import STAGES
 from ...record.ops import Named, Op, TensorRef
@@ -271,7 +271,7 @@ class _Scoring:
         ops = _ops_after(run)
         softmax: Op | None = None
         for op in ops:
-            if op.index in run.graph.softmaxes:
+            if op.does("softmax"):
                 softmax = op
         return cls(softmax, _score_product(run.graph, ops, softmax))
 
@@ -370,11 +370,9 @@ def _score_product(graph: Graph, ops: Sequence[Op], softmax: Op | None) -> Produ
     """Return the product of the scores: the one before the softmax, or without a softmax the last; None without it."""
     if softmax is None:
         return _last_product(graph, ops)
-    scored = graph.softmaxes[softmax.index]
-    meeting = score_product(graph, scored.masked, scored.dim, scored.op.module)
-    if meeting is None:
-        return None
-    return meeting.product
+    masked = softmax.inputs[0]
+    over = graph.dimensions.along(masked, int(softmax.args[1]))
+    return Meetings(graph).nearest_to(masked, frozenset(over))
 
 
 def _last_product(graph: Graph, ops: Sequence[Op]) -> Product | None:
@@ -398,7 +396,7 @@ def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, Ten
     scores = _scaled(graph, graph.after_call(product.op))
     if softmax is None:
         return {"scores": scores}
-    masked = graph.softmaxes[softmax.index].masked
+    masked = softmax.inputs[0]
     stages = {"scores": scores, "weights": softmax.output}
     if masked.id != scores.id:
         stages["masked_scores"] = masked

@@ -9,59 +9,71 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..record.catalog import axes_rule
-from ..record.ops import Op, TensorRef
+from ..record.ops import Named, Op, Recording, TensorRef
 from .axis import plain_name, setting
-from .dataflow import Graph
-from .layout import (
-    ABSENT,
-    Indices,
-    Layout,
-    Shape,
-    View,
-    collapsed,
-    combined,
-    joined,
-    read,
-    reduced,
-    reshaped,
-    spread,
-    swapped,
-    taken,
-    whole,
-)
+from .indices import ABSENT, Indices, Shape, View, collapsed, with_size
+from .label import Axis, Label, Span, combined, joined, read
 from .rules import reduced_places, written_places
 
 
-class Layouts:
-    """The layouts of tensors that are made of parameters, or of what is given instead.
+class Dataflow(Protocol):
+    """What is asked of the dataflow of a recording."""
+
+    recording: Recording
+
+    @property
+    def given_or_learned(self) -> set[int]:
+        """Ids of tensors that depend on an input of the run or on a parameter."""
+
+    def parameters_in(self, storage: int) -> list[Named]:
+        """Return the parameters in a memory."""
+
+    def is_weight(self, tensor: TensorRef) -> bool:
+        """Return whether this is a parameter, at most viewed, copied, cast or scaled."""
+
+    def is_projection(self, op: Op) -> bool:
+        """Return whether this is a product or a convolution with a parameter."""
+
+    def is_by_channel(self, op: Op) -> bool:
+        """Return whether this is a convolution of each channel by itself."""
+
+    def is_by_head(self, op: Op) -> bool:
+        """Return whether this multiplies heads by a matrix each."""
+
+    def is_by_table(self, op: Op) -> bool:
+        """Return whether this multiplies by square matrices that are neither given nor learned."""
+
+
+class Labels:
+    """The labels of tensors that are made of parameters, and of tensors that are given a label.
 
     A view is known by its strides, so only operations that fill memory are followed.
     """
 
     def __init__(
         self,
-        graph: Graph,
-        given: Iterable[tuple[TensorRef, Layout]] = (),
+        graph: Dataflow,
+        given: Iterable[tuple[TensorRef, Label]] = (),
     ) -> None:
         self.graph = graph
-        self._layouts: dict[int, Layout] = {}
-        self._in_memory: dict[int, dict[int, tuple[TensorRef, Layout]]] = {}
+        self._labels: dict[int, Label] = {}
+        self._in_memory: dict[int, dict[int, tuple[View, Label]]] = {}
         """Storage to what operations put there, by the index of the operation."""
         self._followed: set[int] = set()
-        for tensor, layout in given:
-            self._give(tensor, layout)
+        for tensor, label in given:
+            self._give(tensor, label)
 
-    def _give(self, tensor: TensorRef, layout: Layout) -> None:
-        """Take the layout of a tensor, and of the pieces that it is put together from."""
+    def _give(self, tensor: TensorRef, label: Label) -> None:
+        """Take the label of a tensor, and of the pieces that it is put together from."""
         recording = self.graph.recording
-        self._put(recording.producers.get(tensor.id, -1), tensor, layout)
+        self._put(recording.producers.get(tensor.id, -1), tensor, label)
         join = recording.joins.get(tensor.id)
         if join is None:
             return
@@ -69,14 +81,13 @@ class Layouts:
         for piece in join.inputs:
             has_place = len(piece.shape) == len(tensor.shape)
             size = piece.shape[place] if has_place else 1
-            indices = np.arange(start, start + size)
-            part = taken(layout, place, indices)
-            self._give(piece, reshaped(part, piece.shape))
+            part = label.taking(place, np.arange(start, start + size))
+            self._give(piece, part.reshaped(piece.shape))
             start += size
 
-    def _put(self, index: int, tensor: TensorRef, layout: Layout) -> None:
-        self._layouts[tensor.id] = layout
-        self._in_memory.setdefault(tensor.storage, {})[index] = tensor, layout
+    def _put(self, index: int, tensor: TensorRef, label: Label) -> None:
+        self._labels[tensor.id] = label
+        self._in_memory.setdefault(tensor.storage, {})[index] = _view_of(tensor), label
 
     def follow(self, ops: Iterable[Op]) -> None:
         """Follow what these operations, in order, make. Each is followed once."""
@@ -86,83 +97,80 @@ class Layouts:
                 continue
             self._followed.add(op.index)
             results = self._results(op)[: len(op.outputs)]
-            for tensor, layout in zip_longest(op.outputs, results):
+            for tensor, label in zip_longest(op.outputs, results):
                 shape = shape_of(tensor)
-                if layout is not None and layout.shape == shape:
-                    self._put(op.index, tensor, layout)
+                if label is not None and label.shape == shape:
+                    self._put(op.index, tensor, label)
                 elif op.kind == "write":  # what was there is gone
-                    self._put(op.index, tensor, Layout(shape))
+                    self._put(op.index, tensor, Label(shape))
 
-    def of(self, tensor: TensorRef) -> Layout:
-        """Return the layout of a tensor; without sources if it is made of none, or that is unknown."""
-        layout = self._layouts.get(tensor.id)
-        return self._from_memory(tensor) if layout is None else layout
+    def of(self, tensor: TensorRef) -> Label:
+        """Return the label of a tensor; without axes if it is made of none, or that is unknown."""
+        label = self._labels.get(tensor.id)
+        return self._from_memory(tensor) if label is None else label
 
-    def _from_memory(self, tensor: TensorRef) -> Layout:
-        """Return the layout of a view of a parameter, or of memory that operations filled."""
+    def _from_memory(self, tensor: TensorRef) -> Label:
+        """Return the label of a view of a parameter, or of memory that operations filled."""
         view = _view_of(tensor)
         filled = self._filled_before(tensor)
         parameters = self.graph.parameters_in(tensor.storage)
         if not parameters:
-            return combined([read(view, filled)], view.shape)
-        layouts = []
+            return read(view, filled)
+        labels = []
         for named in parameters:
-            parameter = _view_of(named.tensor), whole(named.name, named.tensor.shape)
-            layouts.append(read(view, [parameter, *filled]))
-        return combined(layouts, view.shape)
+            parameter = _view_of(named.tensor), Label.whole(named.name, named.tensor.shape)
+            labels.append(read(view, [parameter, *filled]))
+        return combined(labels, view.shape)
 
-    def _filled_before(self, tensor: TensorRef) -> list[tuple[View, Layout]]:
+    def _filled_before(self, tensor: TensorRef) -> list[tuple[View, Label]]:
         """Return what operations put into the memory of a tensor until it was made, in order."""
+        in_memory = self._in_memory.get(tensor.storage)
+        if in_memory is None:
+            return []
         last = self.graph.recording.producers.get(tensor.id, -1)
-        filled: list[tuple[View, Layout]] = []
-        in_memory = self._in_memory.get(tensor.storage, {})
+        filled: list[tuple[View, Label]] = []
         for index in sorted(in_memory):
             if index > last:
-                continue
-            written, layout = in_memory[index]
-            place = _view_of(written)
+                break
+            place, label = in_memory[index]
             if filled and place == filled[0][0]:
                 filled = []  # all that was there is written over
-            filled.append((place, layout))
+            filled.append((place, label))
         return filled
 
-    def entering(self, op: Op) -> Layout:
-        """Return for each projected feature the first weight element that it is multiplied by."""
-        weight = self.graph.weight_of(op)
-        rank = len(weight.shape)
-        layout = self.of(weight)
-        if rank < 2:
-            return layout
-        summed, features = self.graph.places_of_weight(op)
-        layout = taken(layout, features % rank, _FIRST)
-        if op.base_name == "convolution":
-            for place in range(2, rank):
-                layout = taken(layout, place, _FIRST)
-            ones = [1] * (rank - 2)
-            return reshaped(layout, (weight.shape[summed], *ones))
-        if len(self.graph.projected(op).shape) == 1:
-            return reshaped(layout, (max(layout.shape),))
-        return swapped(layout, rank - 2, rank - 1)
-
     def _results(self, op: Op) -> Results:
-        """Return the layouts of an operation's outputs; None where they are unknown."""
-        layouts = [self.of(tensor) for tensor in op.inputs]
-        if not any(layout.spans for layout in layouts):
+        """Return the labels of an operation's outputs; None where they are unknown."""
+        operands = [self.of(tensor) for tensor in op.inputs]
+        if not any(label.spans for label in operands):
             return []
         name = plain_name(op)
-        rule = _RULES.get(name) or _RULES.get(axes_rule(op.base_name))
+        rule = RULES.get(name) or RULES.get(axes_rule(op.base_name))
         if rule is not None:
-            return rule(self, op, layouts)
+            return rule(self.graph, op, operands)
         is_new = name.startswith("new_") or name.endswith("_like") or name in ("fill", "zero")
         if is_new or op.does("product", "runs", "softmax", "draws"):
             return []
         if op.does("pools", "picks"):
-            return [_at_unchanged(layouts[0], op.output.shape)]
-        return _pointwise(self, op, layouts)
+            return [_at_unchanged(operands[0], op.output.shape)]
+        return _pointwise(self.graph, op, operands)
+
+
+def is_made_of(graph: Dataflow, tensor: TensorRef, source: TensorRef, ops: Iterable[Op]) -> bool:
+    """Return whether a tensor has elements that these operations, in order, make of another one.
+
+    Keys and values may be joined, or written into one memory, and cut apart again. True if that is unknown.
+    """
+    axis = Axis("source")
+    shape = shape_of(source)
+    everywhere = Span.of(np.zeros([1] * len(shape), np.int64))
+    labels = Labels(graph, [(source, Label(shape, {axis: everywhere}))])
+    labels.follow(ops)
+    span = labels.of(tensor).spans.get(axis)
+    return span is None or bool(span.is_known.any())
 
 
 def shape_of(tensor: TensorRef) -> Shape:
-    """Return the shape of a tensor's layout: complex numbers have a last dimension of 2."""
+    """Return the shape of a tensor's label: complex numbers have a last dimension of 2."""
     return (*tensor.shape, 2) if _is_complex(tensor) else tensor.shape
 
 
@@ -180,89 +188,98 @@ def _view_of(tensor: TensorRef) -> View:
 
 # -- rules ------------------------------------------------------------------------------------------------------------
 
-Results = Sequence[Layout | None]
-"""The layout of each output of an operation; None where it is unknown."""
-Rule = Callable[[Layouts, Op, list[Layout]], Results]
-"""A function of an operation and the layouts of its inputs that returns the layouts of its outputs."""
+Results = Sequence[Label | None]
+"""The label of each output of an operation; None where it is unknown."""
+Rule = Callable[[Dataflow, Op, list[Label]], Results]
+"""A function of an operation and the labels of its inputs that returns the labels of its outputs."""
 _FIRST = np.array([0])
 """The first index of a dimension."""
 
 
-def _pointwise(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
+def _pointwise(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Combine element by element; a number for each channel comes after the batch."""
-    operands = layouts
     if "batch_norm" in op.base_name or "group_norm" in op.base_name:
         rank = len(op.output.shape)
-        operands = [_by_channel(layout, rank) for layout in operands]
+        operands = [_by_channel(label, rank) for label in operands]
     if _is_complex(op.output):
         operands = list(map(_as_complex, operands, op.inputs))
     return [combined(operands, shape_of(op.output))]
 
 
-def _as_complex(layout: Layout, tensor: TensorRef) -> Layout:
-    """Return the layout of a tensor with a last dimension for complex numbers."""
-    return layout if _is_complex(tensor) else reshaped(layout, (*layout.shape, 1))
+def _as_complex(label: Label, tensor: TensorRef) -> Label:
+    """Return the label of a tensor with a last dimension for complex numbers."""
+    return label if _is_complex(tensor) else label.reshaped((*label.shape, 1))
 
 
-def _by_channel(layout: Layout, rank: int) -> Layout:
-    """Return the layout of one number per channel, to broadcast to a tensor with the channels after the batch."""
-    if len(layout.shape) != 1:
-        return layout
-    return reshaped(layout, (*layout.shape, *[1] * (rank - 2)))
+def _by_channel(label: Label, rank: int) -> Label:
+    """Return the label of one number per channel, to broadcast to a tensor with the channels after the batch."""
+    if len(label.shape) != 1:
+        return label
+    return label.reshaped((*label.shape, *[1] * (rank - 2)))
 
 
-def _first(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
-    return [layouts[0]]
+def _first(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+    return [operands[0]]
 
 
-def _copy(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
-    return [combined(layouts[-1:], shape_of(op.output))]
+def _copy(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+    return [combined(operands[-1:], shape_of(op.output))]
 
 
-def _reshape(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
-    return [reshaped(layouts[0], shape_of(op.output))]
+def _reshape(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+    return [operands[0].reshaped(shape_of(op.output))]
 
 
-def _join(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
+def _join(_: Dataflow, op: Op, operands: list[Label]) -> Results:
     rank = len(op.output.shape)
     place = int(setting(op, 1, "dim", 0)) % max(rank, 1)
     used = []
-    for layout, tensor in zip(layouts, op.inputs, strict=True):
+    for label, tensor in zip(operands, op.inputs, strict=True):
         if op.base_name == "stack":
-            sizes = list(layout.shape)
+            sizes = list(label.shape)
             sizes.insert(place, 1)
-            layout = reshaped(layout, tuple(sizes))
+            label = label.reshaped(tuple(sizes))
         if tensor.numel:
-            used.append(layout)
-    if not used or not all(layout.shape for layout in used):
+            used.append(label)
+    if not used or not all(label.shape for label in used):
         return []
     return [joined(used, place)]
 
 
-def _reduce(_: Layouts, op: Op, layouts: list[Layout]) -> Results:
-    return [reduced(layouts[0], reduced_places(op), tensor.shape) for tensor in op.outputs]
+def _reduce(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
+    """Sum, or take a mean: what differs is mixed. The sum of a product with a table, e.g. a rotation, has all of it."""
+    places = reduced_places(op)
+    label = operands[0]
+    if op.base_name == "sum" and _is_by_numbers(graph, op.inputs[0]):
+        for place in places:
+            label = label.spread(place)
+    return [label.reduced(places, tensor.shape) for tensor in op.outputs]
 
 
-def _at_unchanged(layout: Layout, shape: Shape) -> Layout | None:
-    """Return the layout of a pooled or selected tensor, without what differs along dimensions of another size."""
-    if len(shape) != len(layout.shape):
+def _is_by_numbers(graph: Dataflow, tensor: TensorRef) -> bool:
+    """Return whether a tensor is multiplied by numbers that are neither given nor learned, e.g. a table."""
+    op = graph.recording.producer(tensor)
+    if op is None or op.base_name != "mul":
+        return False
+    return any(factor.id not in graph.given_or_learned for factor in op.inputs)
+
+
+def _at_unchanged(label: Label, shape: Shape) -> Label | None:
+    """Return the label of a pooled or selected tensor, without what differs along dimensions of another size."""
+    if len(shape) != len(label.shape):
         return None
-    changed = []
-    for place, size in enumerate(shape):
-        if size != layout.shape[place]:
-            changed.append(place)
-    return Layout(shape, layout.without(*changed).spans)
+    changed = [place for place, size in enumerate(shape) if size != label.shape[place]]
+    return Label(shape, label.without(*changed).spans)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
+def _product(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Multiply matrices. A weight gives its rows, with their first column; what is summed of an activation is lost.
 
     Heads that are multiplied by a matrix each, or rotated by a table, stay what they are made of.
     """
-    graph = layouts.graph
     if op.does("distances"):
         return []
     if not graph.is_projection(op) and not graph.is_by_table(op):
@@ -270,49 +287,34 @@ def _product(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
     *added, left, right = operands
     first, second = op.inputs[-2:]
     left = _summed(graph, op, first, left, len(left.shape) - 1)
-    summed = max(len(right.shape) - 2, 0)
-    right = _summed(graph, op, second, right, summed)
+    right = _summed(graph, op, second, right, max(len(right.shape) - 2, 0))
     shape = op.output.shape
     if len(second.shape) == 1:  # mv, dot
-        rows = left.shape[:-1]
-        left = left.mapped(rows, lambda array: array.squeeze(-1))
-        ones = (1,) * len(shape)
-        right = Layout(ones, right.spans if shape else {})
+        left = left.mapped(left.shape[:-1], lambda array: array.squeeze(-1))
+        right = Label((1,) * len(shape), right.spans if shape else {})
     return [combined([*added, left, right], shape)]
 
 
-def _summed(
-    graph: Graph,
-    op: Op,
-    factor: TensorRef,
-    layout: Layout,
-    place: int,
-) -> Layout:
-    """Return the layout of a factor of a product after the sum over one of its dimensions, which stays with size 1."""
+def _summed(graph: Dataflow, op: Op, factor: TensorRef, label: Label, place: int) -> Label:
+    """Return the label of a factor of a product after the sum over one of its dimensions, which stays with size 1."""
     if graph.is_weight(factor):
-        return taken(layout, place, _FIRST)
+        return label.taking(place, _FIRST)
     if graph.is_by_head(op) or graph.is_by_table(op):
-        return spread(layout, place)
-    return reduced(layout, [place], _one_at(layout.shape, place))
+        return label.spread(place)
+    return label.reduced([place], with_size(label.shape, place, 1))
 
 
-def _one_at(shape: Shape, place: int) -> Shape:
-    return (*shape[:place], 1, *shape[place + 1 :])
-
-
-def _convolution(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
+def _convolution(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Convolve: the output channels are the rows of the weight; one of each channel by itself keeps the channels."""
     source, weight, *bias = operands
     shape = op.output.shape
     if setting(op, 6, "transposed", False):
-        weight = swapped(weight, 0, 1)
+        weight = weight.swapped(0, 1)
     for place in range(1, len(weight.shape)):
-        weight = taken(weight, place, _FIRST)
+        weight = weight.taking(place, _FIRST)
     ones = [1] * (len(shape) - 2)
-    parts = []
-    for rows in (weight, *bias):
-        parts.append(reshaped(rows, (rows.shape[0], *ones)))
-    if layouts.graph.is_by_channel(op):
+    parts = [rows.reshaped((rows.shape[0], *ones)) for rows in (weight, *bias)]
+    if graph.is_by_channel(op):
         channels = _at_unchanged(source, shape)
         if channels is not None:
             parts.append(channels)
@@ -326,10 +328,10 @@ _MARK = 0.25
 """What is added to each index: a number that torch pads with has another fraction."""
 
 
-def _moved(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
+def _moved(graph: Dataflow, op: Op, operands: list[Label]) -> Results:
     """Let torch itself read by indices, roll, flip, pad or repeat: what is alike along a dimension needs no indices."""
     source, touched = operands[0], _touched(op)
-    contents = _contents(layouts.graph, op.inputs[1:])
+    contents = _contents(graph, op.inputs[1:])
     if contents is None:
         return []
     for table in op.inputs[1:]:
@@ -378,7 +380,7 @@ def _moved_by_torch(
     return collapsed(indices.astype(np.int64))
 
 
-def _contents(graph: Graph, tables: Iterable[TensorRef]) -> dict[int, Tensor] | None:
+def _contents(graph: Dataflow, tables: Iterable[TensorRef]) -> dict[int, Tensor] | None:
     """Return the numbers of tables of indices, by id, as far as they were kept; None if a mask was not."""
     contents: dict[int, Tensor] = {}
     for table in tables:
@@ -423,59 +425,29 @@ def _touched(op: Op) -> Collection[int]:
     return range(rank)
 
 
-def _index_write(layouts: Layouts, op: Op, operands: list[Layout]) -> Results:
-    """Write `table[..., indices, ...] = values`, e.g. into a cache: each index has the values that are put there.
-
-    Where the indices are unknown, what is alike along the dimension counts.
-    """
+def _index_write(_: Dataflow, op: Op, operands: list[Label]) -> Results:
+    """Write `table[..., indices, ...] = values`, e.g. into a cache: what is alike along the dimension counts."""
     written = written_places(op)
     if written is None or len(operands) < 3:
         return []
     place, rank = written
     table, values = operands[0], operands[-1]
     shape = table.shape
-    expected = len(shape) - 1 + rank
-    missing = expected - len(values.shape)
+    missing = len(shape) - 1 + rank - len(values.shape)
     if missing < 0:
         return []
-    ones = (1,) * missing
-    values = reshaped(values, ones + values.shape)
-    order = _order_written(layouts, op, shape[place], values.shape[place])
-    has_same_rows = _one_at(shape, place) == _one_at(values.shape, place)
-    if order is not None and has_same_rows:
-        both = joined([table, values], place)
-        return [taken(both, place, order)]
+    values = values.reshaped((1,) * missing + values.shape)
     end = place + rank
-    alike = values.without(*range(place, end))
 
     def with_one(sizes: Shape) -> Shape:
         return (*sizes[:place], 1, *sizes[end:])
 
-    def along(array: Indices) -> Indices:
-        return array.reshape(with_one(array.shape))
-
-    moved = alike.mapped(with_one(values.shape), along)
+    alike = values.without(*range(place, end))
+    moved = alike.mapped(with_one(values.shape), lambda array: array.reshape(with_one(array.shape)))
     return [combined([table, moved], shape)]
 
 
-def _order_written(layouts: Layouts, op: Op, size: int, count: int) -> Indices | None:
-    """Return for each index of a written dimension its place in the table, or after it in the values.
-
-    None if the indices are unknown, or are more than one for each of the values, or add to what is there.
-    """
-    indices = layouts.graph.recording.values.get(op.inputs[1].id)
-    if indices is None or indices.is_meta:
-        return None
-    if indices.dim() != 1 or len(indices) != count:
-        return None
-    if op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False):
-        return None
-    order = np.arange(size)
-    order[indices.cpu().numpy()] = size + np.arange(count)
-    return order
-
-
-_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "pointwise": _pointwise,
     "copy": _copy,
     "result": _first,
