@@ -17,7 +17,7 @@ from ..graph.dataflow import Graph, inside
 from ..graph.kernels import places_of
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from ..record.sight import MASKED_BELOW, Sight, any_along, joined_sight, narrowed
+from ..record.sight import MASKED_BELOW, Sight, any_along, joined_sight, narrowed, sight_of
 from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
@@ -265,7 +265,8 @@ def noted(graph: Graph, turn: Attention) -> Sight | None:
         op = graph.recording.producer(tensor)
         if op is not None and op.index > first:
             queue += [read for read in op.inputs if read.shape == shape]
-    return None
+    # Without a softmax nothing is noted in the run; what masks weights out is measured.
+    return None if turn.seen is None else sight_of(None, turn.seen.float(), turn.softmax_dim)
 
 
 def _noted_in_pieces(graph: Graph, turn: Attention) -> Sight | None:
