@@ -152,7 +152,9 @@ def _first_after(path: OperandPath, products: Iterable[Op]) -> TensorRef | None:
     """Return the first tensor on the way that all products with tables lead to; None if there is no such."""
     common = set(path.reached)
     for op in products:
-        common &= made_of({op.output.id}, path.ops)
+        # A matrix of its own for each pair of features is multiplied and summed.
+        sums = [reader for reader in path.graph.readers(op.output) if reader.base_name == "sum"]
+        common &= made_of({one.output.id for one in sums or [op]}, path.ops)
     for op in path.ops:
         for tensor in path.graph.results(op):
             if tensor.id in common:
@@ -393,7 +395,7 @@ def _measured(
     if len(places) > 1 or not _are_even(steps, fewest=2 if is_single else 1):
         return Rotation(layout, dims, None)
     frequencies = steps.angle().abs().median(0).values[is_turned]
-    return Rotation(layout, dims, _offset(rows, starts), tuple(frequencies.tolist()))
+    return Rotation(layout, dims, _offset(rows), tuple(frequencies.tolist()))
 
 
 def _units(turns: Tensor) -> Tensor:
@@ -429,24 +431,21 @@ def _are_even(steps: Tensor, fewest: int) -> bool:
     return bool(((steps - steps[:1]).abs() < _UNEVEN).all())
 
 
-def _offset(turns: Tensor, guesses: list[int]) -> int | None:
+def _offset(turns: Tensor) -> int | None:
     """Return the position of the first row of a table, `position pair`; None if no integer fits its angles.
 
     The step from row to row is the angle of one position. Its rounding error grows with the position.
     """
     start = turns[0]
     steps = (turns[1] / start).angle()
-    first_guesses = torch.tensor(guesses, dtype=torch.long)
-    further = _positions_by_slow_pair(start.angle(), steps)
-    numbers = torch.cat((first_guesses, further))[:, None]
+    numbers = _positions_by_slow_pair(start.angle(), steps)[:, None]
     rounding = 4e-7 * numbers**2 * steps.abs()
     near = 1e-3 + 1e-7 * numbers.abs() + rounding
-    length = torch.ones((), dtype=torch.float64)
-    angles = torch.polar(length, numbers * steps)
+    angles = torch.polar(torch.ones((), dtype=torch.float64), numbers * steps)
     is_near = ((angles - start).abs() <= near).all(-1)
     is_sharp = (near < steps.abs() / 2).any(-1)
     fitting: list[int] = numbers[is_near & is_sharp].flatten().tolist()
-    return min(fitting, key=lambda number: (number not in guesses, abs(number)), default=None)
+    return min(fitting, key=abs, default=None)
 
 
 def _positions_by_slow_pair(start: Tensor, steps: Tensor) -> Tensor:
@@ -535,21 +534,13 @@ def added_by(
             continue
         parts: list[Added] = []
         for tensor in beside:
-            is_subtracted = _subtracts(op, tensor)
-            parts.append(_added(graph, constants, tensor, is_subtracted=is_subtracted))
+            parts.append(_added(graph, constants, tensor, sign=-1 if op.base_name.rstrip("_") == "sub" else 1))
         if places_of(op).mask_keys:
             parts.append(Added(mask=True))
         # A number that is added for each softmax changes no weight.
         is_shift = op in attention.shifts
         added[op.index] = _together(parts, is_shift=is_shift)
     return added
-
-
-def _subtracts(op: Op, tensor: TensorRef) -> bool:
-    """Return whether an operation subtracts a tensor: `scores - tensor`."""
-    if op.base_name.rstrip("_") != "sub" or len(op.inputs) != 2:
-        return False
-    return tensor.id == op.inputs[1].id
 
 
 def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
@@ -565,38 +556,22 @@ def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
     return Added(bias=bias, mask=mask, position=position, product=product)
 
 
-def _added(
-    graph: Graph,
-    constants: Constants,
-    tensor: TensorRef,
-    *,
-    is_subtracted: bool,
-) -> Added:
-    """Return what a tensor adds to the scores; with `is_subtracted` the opposite of it."""
+def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, sign: int) -> Added:
+    """Return what a tensor adds to the scores, times a sign."""
     product = _second_product(graph, tensor)
     if product is not None:
         return Added(product=product)
-    op = graph.recording.producer(tensor)
-    if tensor.dtype == "bool" or (op is not None and _chooses_between_numbers(op)):
+    if tensor.dtype == "bool":
         return Added(mask=True)
     numbers = Added()
     value = constants.value(tensor)
     if value is not None and value.dtype != torch.bool:
-        is_negative = is_subtracted and value.is_floating_point()
-        numbers = _added_numbers(-value if is_negative else value)
+        numbers = _added_numbers(sign * value)
         if numbers.position is not None:
             return numbers
     origin = _origin(graph, tensor)
     position = Position("relative bias") if origin.is_by_distance else None
     return Added(bias=numbers.bias or origin.is_learned, mask=numbers.mask, position=position)
-
-
-def _chooses_between_numbers(op: Op) -> bool:
-    """Return whether the results have one number where a key may be seen, and another one where not."""
-    if op.base_name != "where":
-        return False
-    chosen = op.inputs[1:]
-    return all(tensor.numel == 1 for tensor in chosen)
 
 
 def _second_product(graph: Graph, tensor: TensorRef) -> Product | None:
@@ -650,8 +625,6 @@ def _origin(graph: Graph, tensor: TensorRef) -> _Origin:
     is_learned = False
 
     def through(op: Op) -> bool:
-        if op.base_name.startswith("new_") or op.base_name.endswith("_like"):
-            return False
         return not graph.is_projection(op) or not _is_given(graph, graph.projected(op))
 
     for step in graph.back(tensor, through):
