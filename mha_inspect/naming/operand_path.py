@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isclose, prod
 from typing import Literal
@@ -249,14 +249,14 @@ def cache_of(path: OperandPath, names: AxisNames, who_sees: Callable[[], Tensor 
         who_sees: returns `query key`, which query sees which key; None if unknown.
     """
     dims = dims_of(names.of_stage(path.stage))
-    joins = [op for op in path.ops if fills_memory(path, op)]
-    is_written = bool(joins)
+    joins: list[Op] = []
     earlier: list[TensorRef] = []
     for op in path.ops:
-        if op in joins or op.base_name == "cat":
-            joined = [source for source in _joined(path, op) if _is_earlier(path, source)]
-            joins += [op] if joined else []
-            earlier += joined
+        joined = _joined_earlier(path, op)
+        earlier += joined
+        if joined or fills_memory(path, op):
+            joins.append(op)
+    is_written = any(op.kind == "write" for op in joins)
     if not joins or ["key"] not in dims or path.projection is None:
         return None
     queries, keys = names.lengths
@@ -271,18 +271,27 @@ def cache_of(path: OperandPath, names: AxisNames, who_sees: Callable[[], Tensor 
     new = int((is_new | ~is_earlier)[:end].sum()) if are_slots_known else queries
     if new > end or new == keys or (new < end and not earlier):
         return None
-    way: Way = "concatenated"
-    if is_written:
-        way = "paged" if gathers else "in place"
-    cache = Cache(past=end - new, new=new, empty=keys - end, way=way)
+    cache = Cache(past=end - new, new=new, empty=keys - end, way=_way(joins, gathers))
     return CacheSteps(cache, frozenset(op.index for op in (*joins, *gathers)))
 
 
-def _joined(path: OperandPath, op: Op) -> Iterator[TensorRef]:
-    """Yield the tensors that an operation joins new keys with, as they were before this call wrote into them."""
+def _way(joins: list[Op], gathers: list[Op]) -> Way:
+    """Return how new keys join earlier ones."""
+    if gathers:
+        return "paged"
+    return "in place" if any(op.kind == "write" for op in joins) else "concatenated"
+
+
+def _joined_earlier(path: OperandPath, op: Op) -> list[TensorRef]:
+    """Return the tensors of earlier calls that an operation joins new keys with, before this call wrote into them."""
+    if op.base_name != "cat" and not fills_memory(path, op):
+        return []
+    tensors: list[TensorRef] = []
     for tensor in path.others(op):
-        if tensor.id in path.read and tensor.numel:
-            yield path.graph.before(tensor, lambda earlier: earlier.kind in ("view", "write"))
+        before = path.graph.before(tensor, lambda earlier: earlier.kind in ("view", "write"))
+        if tensor.id in path.read and tensor.numel and _is_earlier(path, before):
+            tensors.append(before)
+    return tensors
 
 
 def fills_memory(path: OperandPath, op: Op) -> bool:
