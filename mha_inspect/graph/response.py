@@ -704,7 +704,7 @@ class _Change:
     def factors(self) -> Tensor | None:
         """Return the number that each score is multiplied by; None if it is not the same in both answers.
 
-        Zero tells nothing: the other answer does, and without one it is as if multiplied by one.
+        Zero shows nothing of it: the other answer does, and without one it is as if multiplied by one.
         """
         ratios = []
         for old, new in zip(self.before.both, self.after.both, strict=True):

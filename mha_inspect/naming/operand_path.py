@@ -259,20 +259,35 @@ def cache_of(path: OperandPath, names: AxisNames, who_sees: Callable[[], Tensor 
     is_written = any(op.kind == "write" for op in joins)
     if not joins or ["key"] not in dims or path.projection is None:
         return None
-    queries, keys = names.lengths
-    is_new, is_earlier = _marked_keys(path, earlier, dims.index(["key"]))
-    # Of an index that was not kept, or is of more than one dimension, no slot is known.
-    are_slots_known = bool(is_new.any()) and not (is_written and bool(is_new.all()))
+    _, keys = names.lengths
     gathers = [op for op in path.ops if is_written and _is_paged(path, op, keys)]
-    seen, end = who_sees() if is_written else None, keys
-    if is_written and not gathers and (are_slots_known or seen is not None):
-        last = int(is_new.nonzero()[0].max()) if are_slots_known else queries - 1
-        end = _end_of_keys(seen, keys, least=last + 1)
-    new = int((is_new | ~is_earlier)[:end].sum()) if are_slots_known else queries
+    seen = who_sees() if is_written else None
+    marked = _marked_keys(path, earlier, dims.index(["key"]))
+    new, end = _counted(*marked, names.lengths, seen, is_written=is_written, is_gathered=bool(gathers))
     if new > end or new == keys or (new < end and not earlier):
         return None
     cache = Cache(past=end - new, new=new, empty=keys - end, way=_way(joins, gathers))
     return CacheSteps(cache, frozenset(op.index for op in (*joins, *gathers)))
+
+
+def _counted(
+    is_new: npt.NDArray[np.bool_],
+    is_earlier: npt.NDArray[np.bool_],
+    lengths: tuple[int, int],
+    seen: Tensor | None,
+    *,
+    is_written: bool,
+    is_gathered: bool,
+) -> tuple[int, int]:
+    """Return how many keys are new, and at which the keys end, of which the memory may have more."""
+    queries, end = lengths
+    # Of an index that was not kept, or is of more than one dimension, no slot is known.
+    are_slots_known = bool(is_new.any()) and not (is_written and bool(is_new.all()))
+    if is_written and not is_gathered and (are_slots_known or seen is not None):
+        last = int(is_new.nonzero()[0].max()) if are_slots_known else queries - 1
+        end = _end_of_keys(seen, end, least=last + 1)
+    new = int((is_new | ~is_earlier)[:end].sum()) if are_slots_known else queries
+    return new, end
 
 
 def _way(joins: list[Op], gathers: list[Op]) -> Way:
