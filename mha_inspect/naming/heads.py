@@ -110,7 +110,7 @@ def rows_by_head(places: Span, heads: Label, steps: Iterable[int]) -> dict[int, 
         return {}
     head, feature = heads.spans[_HEAD], heads.spans[_FEATURE]
     try:
-        np.broadcast_shapes(head.low.shape, places.low.shape)
+        np.broadcast_shapes(head.low.shape, feature.low.shape, places.low.shape)
     except ValueError:
         return {}  # complex features are made of two numbers each
     # Mixed heads or features are none.
