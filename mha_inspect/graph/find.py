@@ -318,13 +318,18 @@ def _scales(graph: Graph, op: Op) -> bool:
 
 
 def _early_scale(graph: Graph, end: Projection) -> float | None:
-    """Return the scale between a projection and its heads, after the last norm; None if unknown."""
+    """Return the scale between a projection and its heads, after the last norm; None if unknown.
+
+    What is added to scaled features is not scaled: then no number multiplies all of them.
+    """
     scales: list[float | None] = []
     for op in end.path:
         if _norms(graph, op):
             scales = []
         elif _scales(graph, op):
             scales.append(graph.scale_of(op))
+        elif scales and plain_name(op) in ("add", "sub") and len(op.inputs) > 1:
+            scales.append(None)
     return multiply(scales)
 
 

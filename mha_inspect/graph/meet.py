@@ -294,12 +294,17 @@ def _has_positions(graph: Graph, product: Product, keys: TensorRef, over: frozen
 
 def _is_of_pairs(graph: Graph, tensor: TensorRef) -> bool:
     """Return whether a tensor is computed of each query with each key, as in `(q[:, :, None] + k[:, None]).tanh()`."""
-    for step in graph.back(tensor, lambda op: op.pointwise or graph.moves(op)):
+
+    def through(op: Op) -> bool:
+        return op.pointwise or graph.moves(op) or graph.is_projection(op) or op.does("joins")
+
+    for step in graph.back(tensor, through):
         op = graph.producer(step.tensor)
-        if op is None or len(op.inputs) != 2:
+        if op is None or len(op.inputs) != 2 or graph.is_projection(op):
             continue
         sizes = [graph.before_repeats(factor).numel for factor in op.inputs]
-        if graph.comes_from_inputs(*op.inputs) and max(sizes) < op.output.numel:
+        whole = sum(factor.numel for factor in op.inputs) if op.does("joins") else op.output.numel
+        if graph.comes_from_inputs(*op.inputs) and max(sizes) * 2 <= whole:
             return True
     return False
 

@@ -74,6 +74,8 @@ class Scoring(NamedTuple):
     """The operation that appends attention sinks."""
     shifts: tuple[Op, ...] = ()
     """Those of the masks that add one number to all scores of a query, which changes no weight."""
+    joined_scale: float | None = 1.0
+    """The part of the late scale after sinks were joined to the scores, which scales both; None if unknown."""
 
 
 def multiply(numbers: Iterable[float | None]) -> float | None:
@@ -149,17 +151,19 @@ def _read_unmeasured(graph: Graph, meeting: Meeting) -> Reading | None:
     path = _way(graph, product.output, masked)
     scores, masks = product.output, list[Op]()
     scales: list[float | None] = [_alpha(meeting)]
+    steps: list[tuple[str, float | None]] = []
     for op in path:
         if adds_mask(op):
             masks.append(op)
+            steps.append(("add", None))
         elif graph.is_scale(op):
             scales.append(graph.scale_of(op))
         elif not _only_moves(op):
             scales.append(None)
-        if not masks:
+            steps.append(("f", None))
+        if not steps:
             scores = op.output
     scale = multiply(scales)
-    steps: list[tuple[str, float | None]] = [("add", None) for _ in masks]
     return Reading(
         softmax=Softmax(softmax, masked, int(softmax.args[1]) % max(len(masked.shape), 1)),
         scores=ProductPath(meeting.scores, path, product.output),
@@ -266,7 +270,7 @@ def _read(graph: Graph, meeting: Meeting, response: Response) -> Reading | None:
         factor=multiply((scoring.scale, scoring.late_scale, exponentials.exponent)),
         seen=seen,
         has_factors=exponentials.has_factors,
-        weights_scale=1.0 if exponentials.is_softmax else exponentials.exponent,
+        weights_scale=(1.0 if exponentials.is_softmax else exponentials.exponent) * (scoring.joined_scale or 1.0),
         mixes_positions=_mixes_positions(graph, response, masked, weights),
     )
 
@@ -354,6 +358,9 @@ def _read_by_element(
     scoring = _scoring(graph, response, masked, weights, _alpha(meeting))
     (dim,) = weights.places
     tensor = response.cuts[masked].tensor
+    seen = None
+    if masks:
+        seen = response.kept_of_ones(response.cuts[bent].tensor, response.cuts[weights.cut].tensor)
     if not weighing or len(tensor.shape) != len(weighing[-1].output.shape):
         return None
     return Reading(
@@ -362,7 +369,7 @@ def _read_by_element(
         values=meeting.values._replace(path=_path_after(response, weights)),
         scoring=scoring,
         factor=multiply((scoring.scale, scoring.late_scale)),
-        seen=None,
+        seen=seen,
     )
 
 
@@ -626,6 +633,7 @@ class _Steps:
         self._scale: float | None = alpha
         self._last_scale: float | None = alpha
         self._late_scales: list[float | None] = []
+        self._joined_scales: list[float | None] = []
         self._masks: list[Op] = []
         self._mixed: list[Mixing] = []
         self._steps: list[tuple[str, float | None]] = []
@@ -641,9 +649,13 @@ class _Steps:
         """Take the step to a cut; return whether there may be further ones."""
         cut = self._response.cuts[place]
         step = self._response.step(place, self._weights)
+        if self._sinks is not None:
+            # What comes after the sinks were joined is done to both.
+            self._joined_scales.append(step.factor if step.effect in ("same", "scale") else None)
+            return True
         if step.effect == "further" and self._response.is_extended(self._weights.cut):
             self._sinks = cut.op
-            return False
+            return True
         self._take(place, cut, step)
         self._tensor = cut.tensor
         return True
@@ -732,8 +744,10 @@ class _Steps:
         if factor is not None and not isclose(factor, 1, rel_tol=1e-9):
             self._scale_late(factor)
         op = self._with_operand(ops)
-        if self._response.is_guard(place, self._weights) or not adds_mask(op):
+        if self._response.is_guard(place, self._weights):
             return
+        if not adds_mask(op):
+            return self._add_number(ops[-1])
         if not any(map(self._reads_others, ops)):
             self._leave_plain()
             self._steps.append(("made", None))
@@ -741,6 +755,17 @@ class _Steps:
         self._masks.append(op)
         self._shifts.append(op)
         self._steps.append(("add", None))
+
+    def _add_number(self, op: Op) -> None:
+        """Take a number that is added to all scores: it matters to a nonlinear function that follows."""
+        numbers = [arg for arg in op.args if type(arg) in (int, float)]
+        name = plain_name(op)
+        if name not in ("add", "sub", "rsub") or len(op.inputs) != 1 or len(numbers) != 1 or not numbers[0]:
+            return
+        number = float(numbers[0]) if name == "add" else -float(numbers[0])
+        if name == "rsub" or op.args[0] is numbers[0]:
+            number = float(numbers[0])
+        self._steps.append((f"{'+' if number > 0 else '-'} {abs(number):g}", None))
 
     def _scale_late(self, factor: float | None) -> None:
         """Take a multiplication after the stage of the scores."""
@@ -777,6 +802,9 @@ class _Steps:
         if effect == "times":
             if factor is None:
                 self._late_scales.append(None)
+            if factor is None:
+                self._steps.append(("weighed", None))
+                return
             self._masks.append(op)
             self._steps.append(("times", None))
             return
@@ -844,10 +872,11 @@ class _Steps:
             scores=self._scores,
             masked=self._scores if is_before_sinks else self._tensor,
             scale=self._scale,
-            late_scale=multiply(self._late_scales),
+            late_scale=multiply((*self._late_scales, *self._joined_scales)),
             masks=self._masks,
             mixed=self._mixed,
             steps=self._steps,
             sinks=self._sinks,
             shifts=tuple(self._shifts),
+            joined_scale=multiply(self._joined_scales),
         )

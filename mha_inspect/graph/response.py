@@ -27,7 +27,7 @@ from .axis import wide
 from .dataflow import Graph
 from .ids import any_in, ids_of
 from .narrow import narrowed
-from .replay import NotReplayedError, Region, Replay, drawn, region, results_of
+from .replay import NotReplayedError, Region, Replay, drawn, in_layout, region, results_of
 from .rerun import Constants
 
 _CLOSE = 1e-7
@@ -405,6 +405,15 @@ class Response:
             return None
         return seen
 
+    def kept_of_ones(self, before: TensorRef, after: TensorRef) -> Tensor | None:
+        """Return where a tensor is not zero if all of one before it is one; None if numbers that are unknown decide."""
+        try:
+            replay = Replay(self.graph, region(self.graph, (before,), after), self._constants)
+            ones = torch.ones(before.shape, dtype=torch.float64)
+            return None if replay.unknown else replay.run({before.id: in_layout(ones, before)})[after.id] != 0
+        except NotReplayedError:
+            return None
+
     def adds_inside(self, place: int, softmaxed: Softmaxed, exponent: float) -> bool:
         """Return whether weights are not the softmax of a cut alone: exponentials have factors of their own.
 
@@ -595,6 +604,9 @@ class Response:
             return 1.0
         given, answered = before[1] - before[0], after[1] - after[0]
         seen = given.isfinite() & answered.isfinite()
+        small = _small(self.scores)
+        if _factor((small[1] - small[0]).flatten()[seen], given[seen]) is None:
+            return 1.0  # what is bent is no number times the scores, e.g. their square
         slope = _factor(given[seen], answered[seen])
         return float(f"{slope:.6g}") if slope else 1.0
 
@@ -690,9 +702,16 @@ class _Change:
         return True
 
     def factors(self) -> Tensor | None:
-        """Return the number that each score is multiplied by; None if it is not the same in both answers."""
-        first = self.after.first / self.before.first
-        second = self.after.second / self.before.second
+        """Return the number that each score is multiplied by; None if it is not the same in both answers.
+
+        Zero shows nothing of it: the other answer does, and without one it is as if multiplied by one.
+        """
+        ratios = []
+        for old, new in zip(self.before.both, self.after.both, strict=True):
+            is_nothing = (old == 0) & (new == 0)
+            ratios.append(torch.where(is_nothing, torch.nan, new / old))
+        first = torch.where(ratios[0].isnan(), ratios[1], ratios[0]).nan_to_num(1.0)
+        second = torch.where(ratios[1].isnan(), ratios[0], ratios[1]).nan_to_num(1.0)
         if not bool(first.isfinite().all() and second.isfinite().all()):
             return None
         return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None

@@ -422,6 +422,9 @@ def _product(op: Op, inputs: Inputs) -> Results:
     if op.does("distances"):
         *batch, last, inner = right
         right = (*batch, inner, last)
+    if len(right) == 1:  # mv, dot
+        unify(left[-1], right[-1])
+        return [left[:-1]]
     unify(left[-1], right[-2])
     batches = zip(left[:-2], right[:-2], strict=False)
     for first, second in batches:

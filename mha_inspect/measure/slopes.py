@@ -19,7 +19,7 @@ def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
         masked: the same after it.
         seen: which keys a query sees, a bool `batch heads query key`.
     """
-    if scores.shape[-1] < _FEWEST_KEYS:
+    if scores.shape[-1] < _FEWEST_KEYS or scores.is_complex():
         return []
     steps = _steps_to_next_key(scores, masked).abs()
     both_seen = _sees_next_key(seen)

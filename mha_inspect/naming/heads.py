@@ -109,6 +109,10 @@ def rows_by_head(places: Span, heads: Label, steps: Iterable[int]) -> dict[int, 
     if _HEAD not in heads.spans or _FEATURE not in heads.spans:
         return {}
     head, feature = heads.spans[_HEAD], heads.spans[_FEATURE]
+    try:
+        np.broadcast_shapes(head.low.shape, feature.low.shape, places.low.shape)
+    except ValueError:
+        return {}  # complex features are made of two numbers each
     # Mixed heads or features are none.
     is_one = (head.low == head.high) & (feature.low == feature.high) & (head.low >= 0) & (feature.low >= 0)
     is_present = is_one & places.is_known

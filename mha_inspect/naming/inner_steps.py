@@ -12,7 +12,6 @@ from torch import Tensor
 from ..graph.attention import Attention
 from ..graph.equal_layers import Layer
 from ..graph.rerun import Constants
-from ..record.sight import Sight
 from ..reports.trace import Cache, Position, QKNorm
 from .axes import AxisNames
 from .named_run import NamedRun
@@ -50,16 +49,6 @@ class InnerSteps:
     """The angle between neighbours in each pair of features that is rotated; empty if nothing is, or it is unknown."""
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The window of the attentions with one mask."""
-
-    sight: Sight | None
-    """Kept, so that its number stays its own."""
-    keys: int | None
-    """How many keys a query sees back; None without a limit."""
-
-
 class InnerStepsReader:
     """Reads the inner steps of each attention of a run; `leaves` are values of inputs, parameters and buffers."""
 
@@ -68,7 +57,6 @@ class InnerStepsReader:
         self._graph = run.graph
         self._constants = Constants(run.graph, leaves)
         self._rotations: dict[Any, Rotation | None] = {}
-        self._windows: dict[tuple[int, str], _Window] = {}
 
     def read_the_same_in(self, layer: Layer) -> bool:
         """Return whether the constants that were read so far have the same content in an equal layer."""
@@ -88,7 +76,7 @@ class InnerStepsReader:
             path = paths[side]
             if turn.earlier.get(side):
                 path = OperandPath(self._graph, turn, side, from_first=True)
-            caches[side] = cache_of(path, self._constants, names, who_sees)
+            caches[side] = cache_of(path, names, who_sees)
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
             steps = _operand_steps(
@@ -150,17 +138,8 @@ class InnerStepsReader:
         return None if visible is None else visible.seen
 
     def _window(self, attention: Attention, names: AxisNames) -> int | None:
-        """Return the window of an attention; layers with one mask share it."""
-        sight = noted(self._graph, attention)
-        axes = names.of_stage("weights") if "weights" in attention.stages else ""
-        key = (id(sight), axes)
-        if key not in self._windows or attention.branches:
-            window = self._read_window(attention, names, sight)
-            self._windows[key] = _Window(sight, window)
-        return self._windows[key].keys
-
-    def _read_window(self, attention: Attention, names: AxisNames, sight: Sight | None) -> int | None:
         """Return how many keys a query sees back; None without a limit, or if it is unknown."""
+        sight = noted(self._graph, attention)
         if sight is None or not sight.pairs or names.num_windows > 1:
             return None
         seen = self._seen(attention, names)

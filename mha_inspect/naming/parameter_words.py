@@ -258,7 +258,9 @@ def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
     yield _Source("in scores", "", [softmax.inputs[0]], _is_after(run, heads))
     product = attention.value_product
     weights = product.right if attention.value_first else product.left
-    yield _Source("in weights", "", [weights], _is_after(run, [softmax.output]))
+    # Weights that are put together from pieces were made by none of the run's operations.
+    made = [turn.softmax.output for turn in attention.turns]
+    yield _Source("in weights", "", [weights], _is_after(run, made))
 
 
 def _weights_read(run: NamedRun, ops: Iterable[Op]) -> list[TensorRef]:

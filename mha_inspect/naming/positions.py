@@ -9,26 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import pi
+from itertools import islice
+from math import pi, prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.axis import Axis, setting
 from ..graph.dataflow import Graph, made_of
+from ..graph.ids import any_in, ids_of
 from ..graph.kernels import places_of
 from ..graph.products import Product
-from ..graph.rerun import Constants, between, run_again
+from ..graph.replay import NotReplayedError, Region, measuring, region
+from ..graph.rerun import Constants, run_again
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW
 from ..reports.trace import Position
 from .axes import AxisNames
-from .operand_path import OperandPath, last_place
+from .operand_path import OperandPath
 
 Layout = Literal["half", "interleaved"]
-_ALTERNATIVES: dict[Layout, Layout] = {"half": "interleaved", "interleaved": "half"}
-"""Each layout, and the other one."""
+_LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 _FAR = 60
 """Tensors after which a walk gives up."""
 _NEAR = 1e-5
@@ -62,22 +65,6 @@ class Turned:
     """The indices of its operations, and of those between."""
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A tensor that heads are multiplied by, feature by feature."""
-
-    op: Op
-    tensor: TensorRef
-
-
-@dataclass(frozen=True)
-class _Region:
-    """The operations between two tensors on the way of queries or keys."""
-
-    before: TensorRef
-    after: TensorRef
-
-
 def rotation_of(
     path: OperandPath,
     names: AxisNames,
@@ -94,21 +81,18 @@ def rotation_of(
         rotations: those that were read before by their operations, so that layers with one table are computed once.
     """
     tables = list(_tables(path))
-    region = _region_of_heads(path, tables, names.head_dim)
-    if region is None:
+    part = _part_of_heads(path, tables, names.head_dim)
+    if part is None:
         return None
-    ops = between(path.graph.recording, {region.before.id}, region.after)
-    key = tuple(_signature(path, op) for op in ops)
+    key = tuple(_signature(path, op) for op in part.ops)
     if key not in rotations:
-        again = _Again(constants, tuple(ops), region.before, region.after)
-        starts = _Starts(path.graph, constants, tuple(table.tensor for table in tables))
         queries, _ = names.lengths
-        rotations[key] = _read(again, starts, is_single=queries == 1)
+        starts = _first_positions(path.graph, constants, [tensor for _, tensor in tables])
+        rotations[key] = _read(_Again(constants, part), _widths(tables), starts, is_single=queries == 1)
     rotation = rotations[key]
-    if rotation is None or not ops:
+    if rotation is None or not part.ops:
         return None
-    first, last = ops[0].index, ops[-1].index
-    return Turned(rotation, range(first, last + 1))
+    return Turned(rotation, range(part.ops[0].index, part.ops[-1].index + 1))
 
 
 def _signature(path: OperandPath, op: Op) -> tuple[Any, ...]:
@@ -122,106 +106,128 @@ def _signature(path: OperandPath, op: Op) -> tuple[Any, ...]:
 # -- where a rotation is ----------------------------------------------------------------------------------------------
 
 
-def _tables(path: OperandPath) -> Iterator[_Table]:
-    """Yield what heads are multiplied by, feature by feature, other than learned gains."""
+def _tables(path: OperandPath) -> Iterator[tuple[Op, TensorRef]]:
+    """Yield what heads are multiplied by, feature by feature, other than learned gains, and where."""
     graph = path.graph
     for op in path.ops:
-        name = op.base_name.rstrip("_")
-        if name not in ("mul", "addcmul") and not op.does("product"):
+        if op.base_name.rstrip("_") not in ("mul", "addcmul") and not op.does("product"):
             continue
         for tensor in path.others(op):
             is_gain = graph.is_weight(tensor) and tensor.id in graph.learned
-            has_features = tensor.shape[-1:] not in ((), (1,))
-            if has_features and not is_gain:
-                yield _Table(op, tensor)
+            if tensor.shape[-1:] not in ((), (1,)) and not is_gain:
+                yield op, tensor
 
 
-def _region_of_heads(path: OperandPath, tables: Sequence[_Table], width: int) -> _Region | None:
-    """Return where heads of at most this width are multiplied by tables; None if that is not in one region."""
-    if not tables:
+def _widths(tables: Iterable[tuple[Op, TensorRef]]) -> list[int]:
+    """Return how many features tables may rotate: as many as they have numbers in a row, or twice as many."""
+    widths: set[int] = set()
+    for _, table in tables:
+        pairs = table.shape[-1]
+        widths |= {pairs, 2 * pairs}
+    return sorted(widths)
+
+
+def _part_of_heads(path: OperandPath, tables: Sequence[tuple[Op, TensorRef]], width: int) -> Region | None:
+    """Return the operations that multiply heads of at most this width by tables; None if they are not in one part."""
+    graph, products = path.graph, [op for op, _ in tables]
+    after = _first_after(path, products)
+    if not tables or path.projection is None or after is None:
         return None
-    ops: list[Op] = []
-    consumers = path.graph.recording.consumers
-    for table in tables:
-        ops.append(table.op)
+    to_tables: list[_Passage] = []
+    for passage in _passages(graph, path.projection.output, after):
+        if passage.ops and passage.ops[-1].index >= products[0].index:
+            break
+        to_tables.append(passage)
+    from_tables = _passages(graph, after, path.target)
+    source = _widest(graph, _only_moved(graph, _turned_round(to_tables)), width)
+    target = _widest(graph, _only_moved(graph, from_tables), width)
+    if source is None or target is None:
+        return None
+    if _features(source) != _features(target) or source.numel > _LARGEST:
+        return None
+    return region(graph, (source,), target)
+
+
+def _first_after(path: OperandPath, products: Iterable[Op]) -> TensorRef | None:
+    """Return the first tensor on the way that all products with tables lead to; None if there is no such."""
+    common = set(path.reached)
+    for op in products:
         # A matrix of its own for each pair of features is multiplied and summed.
-        for reader in consumers.get(table.op.output.id, ()):
-            if reader.base_name == "sum":
-                ops.append(reader)
-    region = _region(path, ops)
-    if region is None:
-        return None
-    before = _widest(path, region.before, width, _step_back)
-    after = _widest(path, region.after, width, _step_ahead)
-    if before is None or after is None:
-        return None
-    if _features(before) != _features(after) or before.numel > _LARGEST:
-        return None
-    return _Region(before, after)
+        sums = [reader for reader in path.graph.readers(op.output) if reader.base_name == "sum"]
+        common &= made_of({one.output.id for one in sums or [op]}, path.ops)
+    for op in path.ops:
+        for tensor in path.graph.results(op):
+            if tensor.id in common:
+                return tensor
+    return None
 
 
-def _region(path: OperandPath, ops: Iterable[Op]) -> _Region | None:
-    """Return the last tensor before all of these operations, and the first after them; None if there is no such."""
-    graph = path.graph
-    on_path = {op.index for op in path.ops}
+@dataclass(frozen=True)
+class _Passage:
+    """A tensor that all of a way passes through."""
 
-    def before(tensor: TensorRef) -> Iterator[TensorRef]:
-        op = graph.recording.producer(tensor)
-        if op is not None and op.index in on_path:
-            yield from op.inputs
+    tensor: TensorRef
+    ops: tuple[Op, ...]
+    """The operations between it and the passage before."""
 
-    def after(tensor: TensorRef) -> Iterator[TensorRef]:
-        for reader in graph.recording.consumers.get(tensor.id, ()):
-            if reader.index in on_path:
-                yield from graph.results(reader)
 
-    inputs: list[TensorRef] = []
-    results: list[TensorRef] = []
+def _passages(graph: Graph, source: TensorRef, target: TensorRef) -> list[_Passage]:
+    """Return the tensors that all of the way from one tensor to another passes through, in order."""
+    ops = region(graph, (source,), target).ops
+    passages = [_Passage(source, ())]
+    since: list[Op] = []
     for op in ops:
-        inputs += op.inputs
-        results += graph.results(op)
-
-    def index_of(number: int) -> int:
-        return graph.recording.producers.get(number, -1)
-
-    def index_from_end(number: int) -> int:
-        return -index_of(number)
-
-    first = _meeting(path, inputs, before, furthest=index_of)
-    last = _meeting(path, results, after, furthest=index_from_end)
-    if first is None or last is None:
-        return None
-    return _Region(first, last)
+        since.append(op)
+        for tensor in graph.results(op):
+            if tensor.id == target.id or not _leads_around(graph, ops, source, tensor):
+                passages.append(_Passage(tensor, tuple(since)))
+                since = []
+    return passages
 
 
-def _meeting(
-    path: OperandPath,
-    tensors: Iterable[TensorRef],
-    beyond: Callable[[TensorRef], Iterable[TensorRef]],
-    *,
-    furthest: Callable[[int], int],
-) -> TensorRef | None:
-    """Return the one tensor in which the ways from all of these meet; None if they end before.
-
-    Args:
-        path: the operations on the way.
-        tensors: where the ways begin.
-        beyond: returns the next tensors of a way.
-        furthest: returns a number by the id of a tensor: of several ways, that with the largest one goes on.
-    """
-    front = _on_way(path, tensors)
-    while len(front) > 1:
-        tensor = front.pop(max(front, key=furthest))
-        further = _on_way(path, beyond(tensor))
-        if not further:
-            return None
-        front |= further
-    return next(iter(front.values()), None)
+def _leads_around(graph: Graph, ops: Sequence[Op], source: TensorRef, tensor: TensorRef) -> bool:
+    """Return whether there is a way from a source to the result of the last operation that avoids a tensor."""
+    reached = {source.id}
+    for op in ops:
+        if any_in(op.inputs, reached):
+            reached.update(ids_of(graph.results(op)))
+            reached.discard(tensor.id)
+    return ops[-1].output.id in reached
 
 
-def _on_way(path: OperandPath, tensors: Iterable[TensorRef]) -> dict[int, TensorRef]:
-    """Return the tensors that are on the way of queries or keys, by id."""
-    return {tensor.id: tensor for tensor in tensors if tensor.id in path.reached}
+def _turned_round(passages: Sequence[_Passage]) -> list[_Passage]:
+    """Return passages from the last to the first, each with the operations between it and the one after it."""
+    turned: list[_Passage] = []
+    between: tuple[Op, ...] = ()
+    for passage in reversed(passages):
+        turned.append(_Passage(passage.tensor, between))
+        between = passage.ops
+    return turned
+
+
+def _only_moved(graph: Graph, passages: Iterable[_Passage]) -> Iterator[TensorRef]:
+    """Yield the first of these tensors, and those after it for as long as all of its elements are only moved."""
+    sizes: set[int] = set()
+    for passage in passages:
+        sizes.add(_real_numbers(passage.tensor))
+        if len(sizes) > 1 or not all(graph.moves(op) or op.does("joins") for op in passage.ops):
+            return
+        yield passage.tensor
+
+
+def _widest(graph: Graph, tensors: Iterable[TensorRef], width: int) -> TensorRef | None:
+    """Return the last of these tensors with the most features, at most those of a head, and then dimensions."""
+    widest: TensorRef | None = None
+    most = (0, 0)
+    features: set[Axis] = set()
+    for tensor in tensors:
+        # And not the positions, if transposed.
+        last = graph.dimensions.along(tensor, -1)
+        features = features or last
+        size = (_features(tensor), len(tensor.shape))
+        if not features.isdisjoint(last) and width >= size[0] and size >= most:
+            widest, most = tensor, size
+    return widest
 
 
 def _features(tensor: TensorRef) -> int:
@@ -229,80 +235,12 @@ def _features(tensor: TensorRef) -> int:
     if not tensor.shape:
         return 0
     size = tensor.shape[-1]
-    return 2 * size if _is_complex(tensor) else size
-
-
-def _is_complex(tensor: TensorRef) -> bool:
-    return tensor.dtype.startswith("complex")
-
-
-_Step = Callable[[OperandPath, TensorRef], TensorRef | None]
-"""From a tensor to the next one that is a whole view or copy of it; None if there is none."""
-
-
-def _widest(
-    path: OperandPath,
-    tensor: TensorRef,
-    width: int,
-    step: _Step,
-) -> TensorRef | None:
-    """Return the last tensor with the most features, at most those of a head, that this is a whole view or copy of.
-
-    Otherwise the last that is a view or copy of it.
-    """
-    widest: TensorRef | None = None
-    dimensions = path.graph.dimensions
-    features = dimensions.along(tensor, -1)
-    place: TensorRef | None = tensor
-    while place is not None:
-        # And not the positions, if transposed.
-        last = dimensions.along(place, -1)
-        has_features = not features or not features.isdisjoint(last)
-        if has_features and _features(place) <= width and _is_as_wide(place, widest):
-            widest = place
-        place = step(path, place)
-    return widest
-
-
-def _is_as_wide(tensor: TensorRef, widest: TensorRef | None) -> bool:
-    """Return whether a tensor has as many features as another one, and then as many dimensions."""
-    if widest is None:
-        return True
-    size = (_features(tensor), len(tensor.shape))
-    return size >= (_features(widest), len(widest.shape))
-
-
-def _step_back(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
-    """Return the tensor that this is a whole view or copy of; None if there is none."""
-    op = path.graph.recording.producer(tensor)
-    if op is None or op not in path.ops:
-        return None
-    region = _moving_region(path, [op])
-    return None if region is None else region.before
-
-
-def _step_ahead(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
-    """Return the tensor that is a whole view or copy of this one; None if there is none."""
-    consumers = path.graph.recording.consumers
-    readers = [op for op in consumers.get(tensor.id, ()) if op in path.ops]
-    region = _moving_region(path, readers) if readers else None
-    return None if region is None else region.after
-
-
-def _moving_region(path: OperandPath, ops: Sequence[Op]) -> _Region | None:
-    """Return the region around operations that move all elements of a tensor; None if they do more."""
-    region = _region(path, ops)
-    if region is None or _real_numbers(region.before) != _real_numbers(region.after):
-        return None
-    for op in between(path.graph.recording, {region.before.id}, region.after):
-        if not path.graph.moves(op) and not op.does("joins"):
-            return None
-    return region
+    return 2 * size if tensor.dtype.startswith("complex") else size
 
 
 def _real_numbers(tensor: TensorRef) -> int:
     """Return the number of real numbers in a tensor."""
-    return 2 * tensor.numel if _is_complex(tensor) else tensor.numel
+    return 2 * tensor.numel if tensor.dtype.startswith("complex") else tensor.numel
 
 
 # -- what is computed there -------------------------------------------------------------------------------------------
@@ -313,17 +251,15 @@ class _Again:
     """Operations of queries or keys, to run again on other features."""
 
     constants: Constants
-    ops: tuple[Op, ...]
-    before: TensorRef
-    after: TensorRef
+    part: Region
 
     @property
-    def width(self) -> int:
-        """The number of real features."""
-        return _features(self.before)
+    def before(self) -> TensorRef:
+        """The heads before these operations."""
+        return self.part.sources[0]
 
-    def of_pairs(self, order: Tensor, numbers: Tensor) -> Tensor | None:
-        """Return the results for pairs of features, given as complex numbers; None if they cannot be computed.
+    def of_pairs(self, order: Tensor, numbers: Tensor) -> Tensor:
+        """Return the results for pairs of features, given as complex numbers.
 
         Args:
             order: the places of the two features of each pair, `pair 2`.
@@ -333,66 +269,62 @@ class _Again:
         features = torch.view_as_real(numbers).flatten()[order.flatten().argsort()]
         if dtype.is_complex:
             features = torch.view_as_complex(features.view(-1, 2))
-        return self._run(features.to(dtype).expand(self.before.shape))
-
-    def _run(self, value: Tensor) -> Tensor | None:
-        """Return the results for another value; None if one of the operations cannot be run again."""
-        if any(op.does("draws") for op in self.ops):
-            return None
-        contents = {self.before.id: self._in_recorded_layout(value)}
+        contents = {self.before.id: self._in_recorded_layout(features.to(dtype))}
 
         def content(tensor: TensorRef) -> Tensor:
             number = contents.get(tensor.id)
             if number is None:
                 number = self.constants.value(tensor)
             if number is None:
-                raise ValueError("no value")
+                raise NotReplayedError("a table has no values")
             return number
 
-        try:
-            with torch.no_grad():
-                for op in self.ops:
-                    contents.update(run_again(self.constants.graph, op, content))
-        except Exception:  # an operation may raise anything when called directly
-            return None
-        return contents.get(self.after.id)
+        for op in self.part.ops:
+            contents.update(run_again(self.constants.graph, op, content))
+        return contents[self.part.target.id]
 
-    def _in_recorded_layout(self, value: Tensor) -> Tensor:
-        """Return a value in memory as it was recorded, which writes need."""
+    def _in_recorded_layout(self, features: Tensor) -> Tensor:
+        """Return heads with these features in memory as they were recorded, which writes need."""
         before = self.before
-        last = last_place(before)
-        for op in self.ops:
-            for tensor in (*op.inputs, *op.outputs):
-                if tensor.storage == before.storage:
-                    last = max(last, last_place(tensor))
-        memory = torch.full((last + 1,), torch.nan, dtype=value.dtype)
-        copied = memory.as_strided(before.shape, before.stride, before.offset)
+        ends = [_end(before)]
+        for op in self.part.ops:
+            ends += [_end(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.storage == before.storage]
+        memory = torch.full((max(ends),), torch.nan, dtype=features.dtype)
+        heads = memory.as_strided(before.shape, before.stride, before.offset)
         # An expanded key is one in memory.
         once = tuple(slice(None) if step else slice(1) for step in before.stride)
-        copied[once] = value[once]
-        return copied
+        heads[once] = features
+        return heads
 
 
-def _read(again: _Again, starts: _Starts, *, is_single: bool) -> Rotation | None:
+def _end(tensor: TensorRef) -> int:
+    """Return the position in memory after the last element of a tensor."""
+    places = [(size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)]
+    return tensor.offset + sum(places) + 1
+
+
+def _read(again: _Again, widths: Iterable[int], starts: list[int], *, is_single: bool) -> Rotation | None:
     """Return the rotation that operations compute; None if they compute something else.
 
     With `is_single` there is one query, and no other position to compare with.
     """
-    width = again.width
+    width = _features(again.before)
     if width % 2:
         return None
     values, factors = _drawn(width // 2)
     eps = torch.finfo(getattr(torch, again.before.dtype)).eps
     largest = float(values.abs().max()) * float(factors.abs().max())
     near = largest * max(1e-4, 8 * eps)
-    for layout, dims in _guesses(width, starts.tables):
+    for layout, dims in _guesses(width, widths):
         order = _order(layout, dims, width)
-        plain = again.of_pairs(order, values)
-        multiplied = again.of_pairs(order, values * factors)
-        if plain is None or multiplied is None:
+        try:
+            with measuring():
+                plain = again.of_pairs(order, values)
+                multiplied = again.of_pairs(order, values * factors)
+        except NotReplayedError:
             return None
         # The results may be in the other layout.
-        for result_layout in (layout, _ALTERNATIVES[layout]):
+        for result_layout in _LAYOUTS:
             order = _order(result_layout, dims, width)
             first, second = _pairs(plain, order), _pairs(multiplied, order)
             if bool(((first * factors - second).abs() <= near).all()):
@@ -412,20 +344,14 @@ def _drawn(pairs: int) -> tuple[Tensor, Tensor]:
     return values, factors
 
 
-def _guesses(width: int, tables: Iterable[TensorRef]) -> list[tuple[Layout, int]]:
-    """Return the layouts to try, with the number of features that are rotated: all, or as many as a table has."""
-    guesses: list[tuple[Layout, int]] = []
-    for layout in _ALTERNATIVES:
-        guesses.append((layout, width))
+def _guesses(width: int, widths: Iterable[int]) -> Iterator[tuple[Layout, int]]:
+    """Yield the layouts to try, with the number of features that are rotated: all, or as many as a table has."""
+    for layout in _LAYOUTS:
+        yield layout, width
     # Features that are not rotated may be joined with the rotated ones in one step.
-    parts: set[int] = set()
-    for table in tables:
-        pairs = table.shape[-1]
-        parts |= {pairs, 2 * pairs}
-    for size in sorted(parts):
+    for size in widths:
         if size < width and size % 2 == 0:
-            guesses.append(("half", size))
-    return guesses
+            yield "half", size
 
 
 def _order(layout: Layout, dims: int, width: int) -> Tensor:
@@ -446,7 +372,7 @@ def _pairs(value: Tensor, order: Tensor) -> Tensor:
 def _measured(
     layout: Layout,
     turns: Tensor,
-    starts: _Starts,
+    starts: list[int],
     *,
     is_single: bool,
 ) -> Rotation | None:
@@ -454,12 +380,11 @@ def _measured(
     angles = _units(turns).imag.abs().flatten(0, -2).amax(0)
     is_turned = angles > 1e-9
     dims = 2 * _number_of_turned(angles[is_turned], len(angles))
-    guesses = starts.all()
     places = _places_of_positions(turns)
     if not places:
         if not is_single:
             return None
-        return Rotation(layout, dims, guesses[0] if guesses else None)
+        return Rotation(layout, dims, starts[0] if starts else None)
     if float(angles.max()) < _NEAR:
         return None
     by_position = turns.movedim(places[-1], -2)
@@ -470,7 +395,7 @@ def _measured(
     if len(places) > 1 or not _are_even(steps, fewest=2 if is_single else 1):
         return Rotation(layout, dims, None)
     frequencies = steps.angle().abs().median(0).values[is_turned]
-    return Rotation(layout, dims, _offset(rows, guesses), tuple(frequencies.tolist()))
+    return Rotation(layout, dims, _offset(rows), tuple(frequencies.tolist()))
 
 
 def _units(turns: Tensor) -> Tensor:
@@ -506,24 +431,21 @@ def _are_even(steps: Tensor, fewest: int) -> bool:
     return bool(((steps - steps[:1]).abs() < _UNEVEN).all())
 
 
-def _offset(turns: Tensor, guesses: list[int]) -> int | None:
+def _offset(turns: Tensor) -> int | None:
     """Return the position of the first row of a table, `position pair`; None if no integer fits its angles.
 
     The step from row to row is the angle of one position. Its rounding error grows with the position.
     """
     start = turns[0]
     steps = (turns[1] / start).angle()
-    first_guesses = torch.tensor(guesses, dtype=torch.long)
-    further = _positions_by_slow_pair(start.angle(), steps)
-    numbers = torch.cat((first_guesses, further))[:, None]
+    numbers = _positions_by_slow_pair(start.angle(), steps)[:, None]
     rounding = 4e-7 * numbers**2 * steps.abs()
     near = 1e-3 + 1e-7 * numbers.abs() + rounding
-    length = torch.ones((), dtype=torch.float64)
-    angles = torch.polar(length, numbers * steps)
+    angles = torch.polar(torch.ones((), dtype=torch.float64), numbers * steps)
     is_near = ((angles - start).abs() <= near).all(-1)
     is_sharp = (near < steps.abs() / 2).any(-1)
     fitting: list[int] = numbers[is_near & is_sharp].flatten().tolist()
-    return min(fitting, key=lambda number: (number not in guesses, abs(number)), default=None)
+    return min(fitting, key=abs, default=None)
 
 
 def _positions_by_slow_pair(start: Tensor, steps: Tensor) -> Tensor:
@@ -544,86 +466,32 @@ def _positions_by_slow_pair(start: Tensor, steps: Tensor) -> Tensor:
 # -- where a table begins ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Starts:
-    """The positions that tables begin at."""
-
-    graph: Graph
-    constants: Constants
-    tables: tuple[TensorRef, ...]
-
-    def all(self) -> list[int]:
-        """Return the position that each table begins at, where it is known."""
-        starts: list[int] = []
-        for table in self.tables:
-            start = self._of(table)
+def _first_positions(graph: Graph, constants: Constants, tables: Iterable[TensorRef]) -> list[int]:
+    """Return the position that each table begins at, where the integers or the slice that it is made of say it."""
+    starts: list[int] = []
+    for table in tables:
+        for step in islice(graph.back(table, lambda _: True), _FAR):
+            start = _first_position(graph, constants, step.tensor)
             if start is not None:
                 starts.append(start)
-        return starts
+                break
+    return starts
 
-    def _of(self, table: TensorRef) -> int | None:
-        """Return the position that a table begins at, from the integers or the slice that it was made with."""
-        queue = [table]
-        for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
-            start = self._in(tensor)
-            if start is not None:
-                return start
-            op = self.graph.recording.producer(tensor)
-            if op is not None:
-                queue += [read for read in op.inputs if read not in queue]
+
+def _first_position(graph: Graph, constants: Constants, tensor: TensorRef) -> int | None:
+    """Return the first of some integers, or the first row that a slice takes of a table, `position pair`."""
+    numbers = constants.numbers(tensor) if tensor.dtype in ("int64", "int32") else []
+    if numbers:
+        return numbers[0]
+    op = graph.producer(tensor)
+    if op is None or op.base_name not in ("slice", "select"):
         return None
-
-    def _in(self, tensor: TensorRef) -> int | None:
-        """Return the position that is first in a tensor of integers, or where it begins in a longer table."""
-        if tensor.dtype in ("int64", "int32") and tensor.numel:
-            numbers = self.constants.numbers(tensor)
-            if numbers:
-                return numbers[0]
-        op = self.graph.recording.producer(tensor)
-        if op is None:
-            return None
-        if op.base_name in ("slice", "select"):
-            return self._cut_by(op)
-        if op.base_name in ("add", "sub") and len(op.inputs) == 1:  # positions counted from a number
-            shifted = self.constants.value(tensor)
-            if shifted is not None and _are_integers(shifted):
-                return int(shifted.flatten()[0])
-        if op.base_name == "arange":
-            position = self.constants.value(tensor)
-            if position is not None and position.numel() == 1:
-                return int(position)
+    table = op.inputs[0]
+    place = int(op.args[1]) % len(table.shape)
+    # Before the rows of a table there are no others, and its last dimension has pairs.
+    if tensor.numel == table.numel or prod(table.shape[:place]) > 1 or place == len(table.shape) - 1:
         return None
-
-    def _cut_by(self, op: Op) -> int | None:
-        """Return the first row that a slice takes of a table, `position pair`; None if it takes all rows."""
-        start = op.args[2] if len(op.args) > 2 else None
-        if not isinstance(start, int):
-            return None
-        table = op.inputs[0]
-        place = int(op.args[1]) % len(table.shape)
-        if not _counts_rows(table.shape, place):
-            return None
-        count = table.shape[place]
-        if op.base_name == "slice" and op.output.shape[place] >= count:
-            return None
-        rows = self.constants.value(table)
-        # Equal rows are the directions of an image, and not positions.
-        if rows is not None and rows.equal(rows.narrow(place, 0, 1).expand_as(rows)):
-            return None
-        return start % count
-
-
-def _are_integers(numbers: Tensor) -> bool:
-    """Return whether a tensor has numbers, and all of them are integers."""
-    return numbers.numel() > 0 and bool((numbers == numbers.round()).all())
-
-
-def _counts_rows(shape: tuple[int, ...], place: int) -> bool:
-    """Return whether a dimension counts the rows of a table: the first one larger than one, and not the last."""
-    if place == 0:
-        return True
-    has_pairs = place == len(shape) - 1
-    return set(shape[:place]) == {1} and not has_pairs
+    return int(setting(op, 2, "start", 0)) % table.shape[place]
 
 
 # -- numbers added to the scores --------------------------------------------------------------------------------------
@@ -666,21 +534,13 @@ def added_by(
             continue
         parts: list[Added] = []
         for tensor in beside:
-            is_subtracted = _subtracts(op, tensor)
-            parts.append(_added(graph, constants, tensor, is_subtracted=is_subtracted))
+            parts.append(_added(graph, constants, tensor, sign=-1 if op.base_name.rstrip("_") == "sub" else 1))
         if places_of(op).mask_keys:
             parts.append(Added(mask=True))
         # A number that is added for each softmax changes no weight.
         is_shift = op in attention.shifts
         added[op.index] = _together(parts, is_shift=is_shift)
     return added
-
-
-def _subtracts(op: Op, tensor: TensorRef) -> bool:
-    """Return whether an operation subtracts a tensor: `scores - tensor`."""
-    if op.base_name.rstrip("_") != "sub" or len(op.inputs) != 2:
-        return False
-    return tensor.id == op.inputs[1].id
 
 
 def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
@@ -696,38 +556,22 @@ def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
     return Added(bias=bias, mask=mask, position=position, product=product)
 
 
-def _added(
-    graph: Graph,
-    constants: Constants,
-    tensor: TensorRef,
-    *,
-    is_subtracted: bool,
-) -> Added:
-    """Return what a tensor adds to the scores; with `is_subtracted` the opposite of it."""
+def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, sign: int) -> Added:
+    """Return what a tensor adds to the scores, times a sign."""
     product = _second_product(graph, tensor)
     if product is not None:
         return Added(product=product)
-    op = graph.recording.producer(tensor)
-    if tensor.dtype == "bool" or (op is not None and _chooses_between_numbers(op)):
+    if tensor.dtype == "bool":
         return Added(mask=True)
     numbers = Added()
     value = constants.value(tensor)
     if value is not None and value.dtype != torch.bool:
-        is_negative = is_subtracted and value.is_floating_point()
-        numbers = _added_numbers(-value if is_negative else value)
+        numbers = _added_numbers(sign * value)
         if numbers.position is not None:
             return numbers
     origin = _origin(graph, tensor)
     position = Position("relative bias") if origin.is_by_distance else None
     return Added(bias=numbers.bias or origin.is_learned, mask=numbers.mask, position=position)
-
-
-def _chooses_between_numbers(op: Op) -> bool:
-    """Return whether the results have one number where a key may be seen, and another one where not."""
-    if op.base_name != "where":
-        return False
-    chosen = op.inputs[1:]
-    return all(tensor.numel == 1 for tensor in chosen)
 
 
 def _second_product(graph: Graph, tensor: TensorRef) -> Product | None:
@@ -781,8 +625,6 @@ def _origin(graph: Graph, tensor: TensorRef) -> _Origin:
     is_learned = False
 
     def through(op: Op) -> bool:
-        if op.base_name.startswith("new_") or op.base_name.endswith("_like"):
-            return False
         return not graph.is_projection(op) or not _is_given(graph, graph.projected(op))
 
     for step in graph.back(tensor, through):

@@ -154,8 +154,10 @@ def _after_step(
         return formula.as_argument("mix")
     if kind == "times":
         return _Formula(f"{formula.inside} · mask", is_whole=False)
+    if kind == "weighed":
+        return _Formula(f"{formula.inside} · factors", is_whole=False)
     if kind == "scale":
-        functions = beside - {"", "scale", "fill", "times", "mixed", *_ADDED}
+        functions = beside - {"", "scale", "fill", "times", "weighed", "mixed", *_ADDED}
         bends = bool(number) and bool(functions)
         return _Formula(_scaled(formula.inside, number, as_a_root=not bends), is_whole=False)
     if " " in kind:

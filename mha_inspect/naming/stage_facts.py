@@ -7,7 +7,7 @@ made of. `Attention` explains the turns of a loop over heads, and the pieces of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..graph.attention import Attention
 from ..graph.axis import setting
@@ -18,6 +18,7 @@ from ..graph.unlike import power_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory, QKNorm
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
+from .operand_path import weights_of
 from .pattern import dims_of, rearrangement
 from .score_formulas import joint_text, masked_text, scale_text, weighed_text
 from .weight_order import reads_as_stored
@@ -328,26 +329,24 @@ class StageFacts:
         projection = self._attention.projections.get(_SIDE_OF_HEADS.get(stage, ""))
         if projection is None:
             return False
-        of_projection = self._parameters_of(projection)
+        of_projection = weights_of(self._graph, projection)
         for op in self._way_to(stage):
             if not _joins_positions(op):
                 continue
             for tensor in op.inputs:
-                others = list(self._parameters_behind(tensor))
-                if others and all(of_projection.isdisjoint(storages) for storages in others):
+                others = self._projections_behind(tensor)
+                if others and all(of_projection.isdisjoint(weights_of(self._graph, other)) for other in others):
                     return True
         return False
 
-    def _parameters_of(self, projection: Op) -> set[int]:
-        """Return the storages of the parameters that a projection reads."""
-        return {tensor.storage for tensor in projection.inputs if self._graph.is_weight(tensor)}
-
-    def _parameters_behind(self, tensor: TensorRef) -> Iterator[set[int]]:
-        """Yield the storages of the parameters of each of the nearest projections that a tensor comes from."""
+    def _projections_behind(self, tensor: TensorRef) -> list[Op]:
+        """Return the nearest projections that a tensor comes from."""
+        projections: list[Op] = []
         for step in self._graph.back(tensor, lambda op: not self._graph.is_projection(op)):
-            op = self._graph.recording.producer(step.tensor)
+            op = self._graph.producer(step.tensor)
             if op is not None and self._graph.is_projection(op):
-                yield self._parameters_of(op)
+                projections.append(op)
+        return projections
 
     # -- cost and memory ----------------------------------------------------------------------------------------------
 
@@ -478,12 +477,10 @@ class StageFacts:
         writes = [op for op in ops if op.kind == "write"]
         if after <= before or not (joins or writes):
             return None
-        if not joins and len(writes) == 1:
-            # One write into a larger tensor, whose other elements are of other positions.
-            return "context in heads, beside other positions"
-        if not all(map(_joins_equal_shapes, joins)):
-            # What the context is joined with has another shape, so it is no context.
-            return "context in heads, beside other features"
+        is_joined_alike = all(len({tensor.shape for tensor in op.inputs}) <= 1 for op in joins)
+        if not is_joined_alike or (not joins and len(writes) == 1):
+            # What has another shape is no context; nor is what else is in memory that is written once.
+            return "context in heads, beside other elements"
         parts = "ranks" if any(op.is_collective for op in ops) else "attentions"
         return f"contexts of {after // max(before, 1)} {parts} side by side"
 
@@ -712,11 +709,6 @@ def _computes_elements(op: Op) -> bool:
 def _picks_by_index(op: Op) -> bool:
     """Return whether an operation gathers elements by integers."""
     return op.does("gathers") and op.inputs[-1].dtype.startswith("int")
-
-
-def _joins_equal_shapes(op: Op) -> bool:
-    """Return whether all operands have one shape, as the contexts of several attentions have."""
-    return len({tensor.shape for tensor in op.inputs}) <= 1
 
 
 def _joins_positions(op: Op) -> bool:

@@ -17,7 +17,7 @@ from ..graph.dataflow import Graph, inside
 from ..graph.kernels import places_of
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from ..record.sight import MASKED_BELOW, Sight, any_along, joined_sight, narrowed
+from ..record.sight import MASKED_BELOW, OPEN, Sight, any_along, joined_sight, narrowed
 from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
@@ -265,7 +265,8 @@ def noted(graph: Graph, turn: Attention) -> Sight | None:
         op = graph.recording.producer(tensor)
         if op is not None and op.index > first:
             queue += [read for read in op.inputs if read.shape == shape]
-    return None
+    # Nothing was noted of e.g. squares: what is set to zero afterwards was measured.
+    return None if turn.seen is None else narrowed(OPEN, turn.seen, turn.softmax_dim)
 
 
 def _noted_in_pieces(graph: Graph, turn: Attention) -> Sight | None:
@@ -370,74 +371,23 @@ def window_of(seen: Tensor) -> int | None:
     is_used = any_along(seen, [0])
     if queries < 2 or bool((seen | ~is_used).all()):
         return None
-    spans = _Spans.of(seen)
-    if not spans.are_filled():
-        return None
+    used = is_used.nonzero().flatten()
+    rows = any_along(seen, [1]).nonzero().flatten()
+    numbers = seen[rows].to(torch.uint8)
+    first = numbers.argmax(1)
+    last = keys - 1 - numbers.flip(1).argmax(1)
     for shift in sorted({0, keys - queries}):
-        window = spans.window_at(shift)
-        if window is not None:
-            return window
+        places = rows + shift
+        back = int((places - first).max())
+        ahead = int((last - places).max())
+        band = torch.ones(queries, keys, dtype=torch.bool).tril(shift + ahead).triu(shift - back)
+        is_limited_before = int(used[0]) < int(places[-1]) - back
+        is_limited_after = ahead == 0 or int(used[-1]) > int(places[0]) + ahead
+        if back < 0 or ahead < 0 or not (is_limited_before and is_limited_after):
+            continue
+        if bool((band & is_used)[rows].equal(seen[rows])):
+            return back + 1
     return None
-
-
-@dataclass(frozen=True, eq=False)
-class _Spans:
-    """The keys of the queries that see any: a number each of the first seen key, the last one, and their count."""
-
-    rows: Tensor
-    """The queries."""
-    first: Tensor
-    last: Tensor
-    counts: Tensor
-    used_before: Tensor
-    """For each key, and after the last, the number of keys before it that any query sees."""
-
-    @classmethod
-    def of(cls, seen: Tensor) -> _Spans:
-        """Return the keys of each query, of a bool `query key`."""
-        rows = any_along(seen, [1]).nonzero().flatten()
-        numbers = seen.view(torch.uint8)
-        if len(rows) < len(seen):
-            numbers = numbers[rows]
-        behind = numbers.flip(1).argmax(1)
-        none = torch.zeros(1, dtype=torch.long)
-        return cls(
-            rows=rows,
-            first=numbers.argmax(1),
-            last=seen.shape[1] - 1 - behind,
-            counts=numbers.sum(1, dtype=torch.int32),
-            used_before=torch.cat((none, any_along(seen, [0]).cumsum(0))),
-        )
-
-    def _number_of_used(self, start: Tensor, stop: Tensor) -> Tensor:
-        """Return for each query how many keys between two places any query sees."""
-        return self.used_before[stop] - self.used_before[start]
-
-    def are_filled(self) -> bool:
-        """Return whether each query sees all used keys between its first and its last one."""
-        numbers = self._number_of_used(self.first, self.last + 1)
-        return bool((numbers == self.counts).all())
-
-    def window_at(self, shift: int) -> int | None:
-        """Return how many keys a query sees back, if the first query is at this key; None without a limit."""
-        places = self.rows + shift
-        back = int((places - self.first).max())
-        ahead = int((self.last - places).max())
-        if back < 0 or ahead < 0:
-            return None
-        lowest = (places - back).clamp(0)
-        keys = len(self.used_before) - 1
-        highest = (places + ahead + 1).clamp(0, keys)
-        numbers = self._number_of_used(lowest, highest.clamp(lowest))
-        if not bool((numbers == self.counts).all()):
-            return None
-        used_before = self.used_before[lowest]
-        used_to_end = self.used_before[highest]
-        is_limited_before = bool((used_before > 0).any())
-        is_limited_after = bool((used_to_end < self.used_before[-1]).any())
-        if not is_limited_before or (ahead > 0 and not is_limited_after):
-            return None
-        return back + 1
 
 
 def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
@@ -559,17 +509,13 @@ def _added_masks(run: NamedRun, attention: Attention, names: AxisNames) -> tuple
 
 def _source(run: NamedRun, attention: Attention) -> str:
     """Return `self` or `cross`; empty if the recording does not show the origin of query and key."""
-    stages = attention.stages
+    graph, stages = run.graph, attention.stages
     query = stages.get("query", stages["q_heads"])
     key = stages.get("key", stages["k_heads"])
-    if _are_one_tensor(run, query, key):
-        return "self"
-    within_query = _within(run, attention, query)
-    if not within_query.isdisjoint(_within(run, attention, key)):
+    if not _within(run, attention, query).isdisjoint(_within(run, attention, key)):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"
-    graph = run.graph
     of_query = graph.inputs_of(query)
     of_key = graph.inputs_of(key)
     if not of_query or not of_key or of_query == of_key:
@@ -581,29 +527,6 @@ def _source(run: NamedRun, attention: Attention) -> str:
     return "" if of_query <= heads or of_key <= heads else "cross"
 
 
-def _are_one_tensor(run: NamedRun, query: TensorRef, key: TensorRef) -> bool:
-    """Return whether a query and a key are one tensor, at most moved, or are projected from one."""
-    left = run.graph.before_moves(query)
-    right = run.graph.before_moves(key)
-    if left.id == right.id or _memory_of(left) == _memory_of(right):
-        return True
-    source = _before_projection(run, left)  # another projection may come before
-    return source is not None and source == _before_projection(run, right)
-
-
-def _memory_of(tensor: TensorRef) -> tuple[object, ...]:
-    """Return the place of a tensor in memory."""
-    return tensor.storage, tensor.offset, tensor.shape, tensor.stride
-
-
-def _before_projection(run: NamedRun, tensor: TensorRef) -> int | None:
-    """Return the id of the tensor that is projected to this one; None if this is not the result of a projection."""
-    op = run.recording.producer(tensor)
-    if op is None or not run.graph.is_projection(op):
-        return None
-    return run.graph.before_moves(run.graph.projected(op)).id
-
-
 def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
     """Return the ids of the tensors that a query or a key is made of, position by position, in the attention's module.
 
@@ -613,6 +536,11 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
     for name in ("query", "key"):
         if name in attention.projections:
             modules.append(attention.projections[name].module)
+    for name in ("query", "key"):
+        # Another projection may come before the module.
+        op = run.graph.producer(run.graph.before_moves(attention.stages.get(name, side)))
+        if op is not None and run.graph.is_projection(op):
+            modules.append(op.module)
     owner = _common_owner(modules)
     reached: set[int] = set()
     queue = [side]
@@ -623,7 +551,7 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
         if run.graph.comes_from_inputs(tensor):
             reached.add(tensor.id)
         op = run.recording.producer(tensor)
-        if op is not None and inside(op.module, owner):
+        if op is not None and (inside(op.module, owner) or run.graph.moves(op)):
             queue += _with_same_positions(run.graph, op, tensor)
     return reached
 

@@ -84,7 +84,7 @@ _TABLE = (
     "cumsum cumprod | - | runs",
     "tril triu | pointwise | runs fills_where masks",
     "bmm mm addmm baddbmm _addmm_activation | product | product",
-    "mv dot | - | product",
+    "mv dot | product | product",
     "_cdist_forward _euclidean_dist | product | distances",
     "convolution | convolution | convolution",
     "_softmax _safe_softmax | - | softmax",

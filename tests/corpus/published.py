@@ -56,6 +56,21 @@ class AdditiveKeyFirst(Additive):
         return self.score((k[:, :, None] + q[:, None]).tanh()).squeeze(-1).mT
 
 
+class AdditiveByAVector(Additive):
+    """The numbers that reduce the features are a parameter, not a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.score
+        self.vector = nn.Parameter(torch.randn(19))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q[:, :, None] + k[:, None]).tanh() @ self.vector
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q + k).tanh() @ self.vector.double()
+
+
 class SideBySide(Additive):
     """Luong's concat."""
 
@@ -106,6 +121,7 @@ additive("Additive", Additive, "W · tanh(q_heads + k_heads)")
 additive(
     "AdditiveCausal", lambda: Additive(causal=True), "W · tanh(q_heads + k_heads)", kind=("self", "causal"), masked=True
 )
+additive("AdditiveByAVector", AdditiveByAVector, "W · tanh(q_heads + k_heads)")
 additive("AdditiveKeyFirst", AdditiveKeyFirst, "W · tanh(k_heads + q_heads)")
 additive("SideBySide", SideBySide, "W · tanh(W · [q_heads, k_heads])")
 additive("Distance", Distance, "Σ pow(q_heads - k_heads)", masked=True)
@@ -171,6 +187,32 @@ weighed("softmax1", softmax1, **NO_SOFTMAX, formulas={"weights": "exp(scores) / 
 weighed("sparsemax", sparsemax, **NO_SOFTMAX | {"over": "key"}, formulas={"weights": "clamp(scores - …)"})
 weighed("sigmoid", lambda s: (s - math.log(N)).sigmoid(), **NO_SOFTMAX, formulas={"weights": "sigmoid(scores - 1.946)"})
 weighed("relu", lambda s: s.relu() / N, **NO_SOFTMAX, formulas={"weights": "relu(scores) / 7"})
+weighed(
+    "relu, masked afterwards",
+    lambda s: s.relu() * below(s),
+    **NO_SOFTMAX,
+    kind=("self", "causal"),
+    formulas={"weights": "mask(relu(scores))"},
+)
+weighed(
+    "relu of a triangle",
+    lambda s: s.relu().tril() / N,
+    **NO_SOFTMAX,
+    kind=("self", "causal"),
+    formulas={"weights": "mask(relu(scores)) / 7"},
+)
+weighed(
+    "a sine of the next number",
+    lambda s: (s + 1).sin().softmax(-1),
+    masked=True,
+    formulas={"masked_scores": "sin(scores + 1)"},
+)
+weighed(
+    "a softplus",
+    lambda s: (1 + s.exp()).log().softmax(-1),
+    masked=True,
+    formulas={"masked_scores": "log(exp(scores) + 1)"},
+)
 weighed(
     "decayed and masked",
     lambda s: divided(s.exp() * below(s) * 0.8 ** distance(s)),

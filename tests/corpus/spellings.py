@@ -433,6 +433,12 @@ def sinks_in_the_sum(m: Any, s: Tensor) -> Tensor:
     return e / (total(e) + m.sink.exp().view(HEADS, 1, 1))
 
 
+@weights(sinks=True)
+def sinks_before_the_scale(m: Any, s: Tensor) -> Tensor:
+    joined = torch.cat((s, 2 * m.sink.view(1, HEADS, 1, 1).expand(BATCH, HEADS, TOKENS, 1)), -1)
+    return (joined / 2).softmax(-1)[..., :-1]
+
+
 @weights(over="query")
 def over_queries(m: Any, s: Tensor) -> Tensor:
     return (s / 2).softmax(-2)

@@ -144,8 +144,8 @@ def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | N
     plain = _content(run, attention, names, "scores")
     if scores is None or plain is None:
         return _Weighing(weights, scores)
-    if not plain.shape == scores.shape == weights.shape:
-        return _Weighing(weights, scores)
+    if not plain.shape == scores.shape == weights.shape or plain.is_complex():
+        return _Weighing(weights, None if scores.is_complex() else scores)
     if plain.dtype != torch.float64:  # half of a large mask may be infinite in a smaller dtype
         plain, scores = plain.float(), scores.float()
     lowered = (plain - scores).nan_to_num(torch.inf)
