@@ -373,6 +373,8 @@ def window_of(seen: Tensor) -> int | None:
         return None
     used = is_used.nonzero().flatten()
     rows = any_along(seen, [1]).nonzero().flatten()
+    if bool(seen[rows[-1], used[0]]):
+        return None  # the last query sees all of them back
     numbers = seen[rows].to(torch.uint8)
     first = numbers.argmax(1)
     last = keys - 1 - numbers.flip(1).argmax(1)
@@ -380,11 +382,11 @@ def window_of(seen: Tensor) -> int | None:
         places = rows + shift
         back = int((places - first).max())
         ahead = int((last - places).max())
-        band = torch.ones(queries, keys, dtype=torch.bool).tril(shift + ahead).triu(shift - back)
         is_limited_before = int(used[0]) < int(places[-1]) - back
         is_limited_after = ahead == 0 or int(used[-1]) > int(places[0]) + ahead
         if back < 0 or ahead < 0 or not (is_limited_before and is_limited_after):
             continue
+        band = torch.ones(queries, keys, dtype=torch.bool).tril(shift + ahead).triu(shift - back)
         if bool((band & is_used)[rows].equal(seen[rows])):
             return back + 1
     return None
