@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -200,3 +201,19 @@ def test_equal_operations_on_tensors_from_before_are_no_layers() -> None:
     stages = {stage.name: stage.tensor for stage in attention.stages}
     for name, place in (("q_heads", 5), ("k_heads", 2), ("v_heads", 0)):
         assert torch.equal(stages[name], x.chunk(6, -1)[place])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_weights_of_a_layer_that_is_not_run_belong_nowhere_else(packed: bool) -> None:
+    class EarlyExit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = nn.TransformerEncoderLayer(24, 3, 17, batch_first=True) if packed else Layer(heads=3)
+            self.layers = nn.ModuleList(deepcopy(kind) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[:3]:
+                x = layer(x)
+            return x
+
+    assert not [finding for finding in mha_inspect.trace(EarlyExit().eval(), X).findings if finding.sure]

@@ -86,13 +86,15 @@ def _is_inside(name: str, attentions: Sequence[Attention]) -> bool:
 def _projected_sides(evidence: Evidence, attentions: Sequence[Attention]) -> dict[str, dict[str, Op]]:
     """Return the sides that each weight projects, by its name, with the first projection of each side.
 
-    The sides are `query`, `key`, `value` and `output`. Projections by a part of a packed weight are left out.
+    The sides are `query`, `key`, `value` and `output`. Those of a packed weight are left out: each has rows of its own.
     """
     projected: dict[str, dict[str, Op]] = defaultdict(dict)
     for attention in attentions:
         for side, op in attention.projections.items():
             weight = weight_of(evidence, op)
-            if weight is not None and weight.is_whole:
+            heads = attention.stages.get(f"{side[0]}_heads")
+            is_packed = heads is not None and heads.numel < op.output.numel
+            if weight is not None and weight.is_whole and not is_packed:
                 projected[weight.name].setdefault(side, op)
     return projected
 
