@@ -44,3 +44,10 @@ def test_nothing_is_checked_where_nothing_attends(name: str) -> None:
     args, kwargs = ENTRIES[name].arguments()
     with pytest.raises(InputError, match="no attention to check"):
         mha_inspect.check(ENTRIES[name].made(), *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["weighed: relu", "weighed: sparsemax", "weighed: sigmoid"])
+def test_weights_that_are_zero_without_a_mask_pass_no_check_of_masks(name: str) -> None:
+    args, kwargs = ENTRIES[name].arguments()
+    report = mha_inspect.check(ENTRIES[name].made(), *args, **kwargs)
+    assert "masking" not in {passed.check for passed in report.passed}

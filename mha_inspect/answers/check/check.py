@@ -78,7 +78,9 @@ def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
         faults = list(unlike_masks(evidence))
     yield from faults
     is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
-    if not faults and not is_any_masked and not any(sight.has_zeros for sight in evidence.sights):
+    # A function of each score alone, e.g. relu, gives zeros without a mask.
+    has_zeros = any(sight.has_zeros and not sight.attention.weighing for sight in evidence.sights)
+    if not faults and not is_any_masked and not has_zeros:
         raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
 
 
