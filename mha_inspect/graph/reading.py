@@ -48,8 +48,6 @@ class Softmax(NamedTuple):
     """The operation that divides the values product by the sum, if the weights are never computed; otherwise None."""
     ops: tuple[Op, ...] = ()
     """The operations that compute weights without a softmax, in order; `op` is the last."""
-    beside: tuple[int, ...] = ()
-    """The other dimensions that the softmax runs over, e.g. the rows of an image beside its columns."""
 
 
 class Scoring(NamedTuple):
@@ -471,10 +469,10 @@ def _exponentials(
 
 def _softmax(response: Response, masked: int, weights: Softmaxed) -> Softmax:
     """Return the softmax of the last scores, with the operations that mask exponentials."""
-    *beside, dim = weights.places
+    dim = weights.places[-1]
     masks = _masks_of_exponentials(response, masked, weights)
     op = response.cuts[weights.cut].op
-    return Softmax(op, response.cuts[masked].tensor, dim, masks, beside=tuple(beside))
+    return Softmax(op, response.cuts[masked].tensor, dim, masks)
 
 
 def _path_before(response: Response, masked: int) -> tuple[Op, ...]:
