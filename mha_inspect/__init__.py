@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from . import testing
-    from .answers.check.intent import Intent
     from .api import check, compare_heads, diff, params, recording, trace
+    from .checks.intent import Intent
     from .layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 
 __all__ = ["check", "compare_heads", "diff", "params", "recording", "testing", "trace"]

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .answers.check.intent import Intent
-from .answers.decode_steps import with_steps
-from .answers.trace import of_block, run_of, traced
+from .checks.intent import Intent
 from .errors import ForwardError, InputError, MhaInspectError
 from .layers.spec import Show, require_steps
 from .notebook import Kept, LiveTrace, keep_tensors
+from .questions.decode_steps import with_steps
+from .questions.trace import of_block, run_of, traced
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.check import CheckReport
@@ -78,10 +78,10 @@ def params(
 
     Raises `InputError` if a file cannot be read, `UnsafeFileError` if reading it would run code.
     """
-    from .answers.params import params as report_of
+    from .questions.params import params as report_of
 
     if isinstance(module, (str, PathLike)):
-        from .answers.checkpoint.params import params_of_checkpoint
+        from .checkpoints.params import params_of_checkpoint
 
         against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
         return params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
@@ -127,8 +127,8 @@ def compare_heads(
         RecordingError: `focus` is set, and the weights cannot be separated by head.
         DoesNotFitError: it needs more memory than is free.
     """
-    from .answers.compare_heads import compare_heads as report_of
     from .call.load import counts_of, layers_by_name, modules_with_heads
+    from .questions.compare_heads import compare_heads as report_of
 
     if steps:
         require_steps(steps)
@@ -164,7 +164,7 @@ def diff(
     copied, or a file cannot be read.
     """
     if isinstance(left, (str, PathLike)) and isinstance(right, (str, PathLike)):
-        from .answers.checkpoint.diff import diff_of_checkpoints
+        from .checkpoints.diff import diff_of_checkpoints
 
         if args or kwargs:
             raise TypeError(
@@ -174,8 +174,8 @@ def diff(
         return diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads)
     if num_heads is not None:
         raise TypeError("num_heads applies to two checkpoints. Use mha_inspect.diff(path, path, num_heads=8).")
-    from .answers.diff import Side
-    from .answers.diff import diff as report_of
+    from .compare.diff import Side
+    from .compare.diff import diff as report_of
 
     modules = [require_module(module, "diff") for module in (left, right)]
     lazy = next((name for module in modules for name, p in module.named_parameters() if is_lazy(p)), None)
@@ -221,7 +221,7 @@ def check(
         ForwardError: the forward raised on these arguments; its `trace` says where, and the cause if one was found.
         TypeError: an argument belongs into the intent: `causal=True`, and the forward has no such argument.
     """
-    from .answers.check.check import check as report_of
+    from .checks.check import check as report_of
 
     require_module(module, "check")
     _require_intent(intent)
@@ -306,7 +306,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder.__exit__(kind, error, traceback)
         self._is_over = True
         if isinstance(error, Exception):
-            from .answers.failure.report import describe_failure
+            from .failures.report import describe_failure
 
             with suppress(Exception):  # the block's own error matters more
                 self._failed = describe_failure(error, self._ran.recording, self._recorder, in_block=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from .answers.check.check import check
-from .answers.check.intent import Intent
-from .answers.diff import Side, diff
 from .api import require_module, trace
+from .checks.check import check
+from .checks.intent import Intent
+from .compare.diff import Side, diff
 from .naming.pattern import STAGES
 from .notebook import LiveAttention
 from .running.subject import Subject

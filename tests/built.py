@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mha_inspect.answers.diff import Side
-from mha_inspect.answers.trace import traced
 from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer
 from mha_inspect.call.part import layer_inputs
 from mha_inspect.cli.options import Options
 from mha_inspect.cli.sides import AskedSide, checked_sides, runs
+from mha_inspect.compare.diff import Side
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.questions.trace import traced
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
 

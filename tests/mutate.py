@@ -34,26 +34,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mha_inspect"
-ROOMS = ("record", "graph", "naming", "answers")
+ROOMS = ("record", "graph", "naming", "compare", "failures", "checks", "checkpoints", "questions")
 CORPUS = "tests/corpus"
 """The tests that count: the corpus with its properties."""
 PAGES = "tests/corpus/test_pages.py"
 """The snapshots, which hold words and do not count: whether one changes is said of a survivor."""
 LEAVING = {
-    "record": "repeated_steps without_numbers",
-    "graph": """axis dimensions find late layout layouts memory pairs part pieces reading rules scores softmax
-        standardised summed_outputs turns values whole written_out""",
-    "naming": "heads roles",
-    "answers": """continuation diff_reasons lookalikes mask_reasons norm_reasons rank_differences row_orders same_tokens
+    "graph": "axis dimensions pieces rules summed_outputs turns whole written_out",
+    "naming": "roles",
+    "compare": """continuation diff_reasons mask_reasons norm_reasons rank_differences replay row_orders same_tokens
         stage_reasons""",
-    "answers/check": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes
-        idle_masks inverted item_masks masked_runs mixed_items mixing newest one_position padded_runs repeated_keys
-        replay same seen_keys sight slots""",
-    "answers/failure": """compared dtypes head_counts large_numbers norms padding_masks position_tables sequences""",
-    "answers/checkpoint": "*",
+    "checks": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes idle_masks
+        inverted item_masks lookalikes masked_runs mixed_items mixing newest one_position padded_runs repeated_keys
+        same seen_keys sight slots""",
+    "failures": "compared dtypes head_counts large_numbers norms padding_masks position_tables sequences",
+    "checkpoints": "*",
 }
 """Files that the plan of the rebuild takes out: mutants of them count for nothing."""
-WORDS = {"naming": "parameter_words", "answers": "head_sentences side_words", "answers/failure": "facts report"}
+WORDS = {"naming": "parameter_words", "compare": "head_sentences side_words", "failures": "facts report"}
 """Files that write sentences, which the snapshots hold."""
 SECONDS = 200
 """The time that the tests of one change may take: one that never ends is seen."""

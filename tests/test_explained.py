@@ -16,7 +16,7 @@ from mha_inspect import reports
 from mha_inspect.explained import field_docs
 
 MODULES = [f"mha_inspect.reports.{found.name}" for found in iter_modules(reports.__path__)]
-MODULES += ["mha_inspect.layers.spec", "mha_inspect.answers.check.intent", "mha_inspect.notebook"]
+MODULES += ["mha_inspect.layers.spec", "mha_inspect.checks.intent", "mha_inspect.notebook"]
 CLASSES = [
     cls
     for module in map(import_module, MODULES)

@@ -102,20 +102,27 @@ BELOW = {
     "graph": ("record",),
     "naming": ("graph", "record", "layers", "reports"),
     "running": ("naming", "graph", "record", "layers", "reports", "errors", "text"),
-    "measure": ("running", "naming", "record", "layers", "reports", "text"),
+    "measure": ("running", "naming", "graph", "record", "layers", "reports", "errors", "text"),
     "files": ("record", "layers", "reports", "errors", "text"),
     "making": ("files", "running", "naming", "record", "layers", "reports", "errors", "text"),
     "call": ("making", "files", "running", "naming", "record", "layers", "reports", "errors", "text"),
-    "answers": (
-        *("call", "making", "files", "measure", "running", "naming", "graph", "record", "layers"),
-        *("reports", "errors", "text", "explained"),
+    "compare": ("measure", "running", "naming", "graph", "record", "layers", "reports", "errors", "text"),
+    "failures": ("measure", "running", "naming", "graph", "record", "layers", "reports", "errors", "text"),
+    "checks": (
+        *("failures", "compare", "call", "measure", "running", "naming", "graph", "record", "layers", "reports"),
+        *("errors", "text", "explained"),
+    ),
+    "checkpoints": ("files", "measure", "running", "naming", "record", "layers", "reports", "errors", "text"),
+    "questions": (
+        *("checkpoints", "checks", "failures", "compare", "call", "making", "files", "measure", "running", "naming"),
+        *("graph", "record", "layers", "reports", "errors", "text", "explained"),
     ),
     "render": ("reports", "errors", "text"),
     "pictures": ("render", "naming", "reports", "errors", "text"),
     "notebook": ("pictures", "render", "running", "naming", "reports", "errors", "text", "explained"),
     "cli": (
-        *("answers", "pictures", "render", "call", "making", "files", "running", "naming", "layers"),
-        *("reports", "errors", "text"),
+        *("questions", "checkpoints", "checks", "failures", "compare", "pictures", "render", "call", "making", "files"),
+        *("measure", "running", "naming", "layers", "reports", "errors", "text"),
     ),
 }
 """What each package imports of the others, from below to above: a name stands behind all that it imports."""

@@ -15,7 +15,7 @@ from .schemas import load_schema
 from .sentences import PACKAGE, comments, docstrings, files, first_words_of_fixes, name_of, sentences, shown
 
 README = PACKAGE.parent / "README.md"
-PAGES = sorted([*PACKAGE.glob("manual/*.md"), *PACKAGE.glob("answers/check/pages/*.md"), README])
+PAGES = sorted([*PACKAGE.glob("manual/*.md"), *PACKAGE.glob("checks/pages/*.md"), README])
 
 LONGEST = 25
 """Words of a sentence that is read once."""

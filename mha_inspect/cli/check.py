@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..answers.check.intent import CHECKS, Intent, chosen_checks
+from ..checks.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..render import screen
 from ..text import shown
@@ -132,8 +132,8 @@ def _report(
     target: str | None, options: Options, declared: dict[str, Any], tick: Tick, **chosen: Sequence[str]
 ) -> CheckReport:
     """Load a target and check it, with this batch."""
-    from ..answers.check.check import check as report_of
     from ..call.call import explaining
+    from ..checks.check import check as report_of
 
     loaded = _load(target, options, declared.get("padding"), declared.get("padding_true"))
     with explaining(loaded):
@@ -185,7 +185,7 @@ def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
     """Return a subject called with a mask that keeps every key, if the forward needs one and none was made."""
     import torch
 
-    from ..answers.check.arguments import Arguments
+    from ..checks.arguments import Arguments
 
     arguments = Arguments(subject)
     if not arguments.is_missing(name):

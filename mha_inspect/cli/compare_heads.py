@@ -16,8 +16,8 @@ from .options import FAIL_IF, NUMBERS, RETURNED_WEIGHTS, TARGET, Options, counts
 from .output import Drawn, checked_destination, print_and_export, require_drawable
 
 if TYPE_CHECKING:
-    from ..answers.comparable_run import ComparableRun
     from ..call.call import Call
+    from ..compare.comparable_run import ComparableRun
     from ..making.target import Target
     from ..pictures.stages import Attended
     from ..render.export import Destination
@@ -71,8 +71,8 @@ def compare_heads(
     attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
-        from ..answers.compare_heads import compare_heads as report_of
         from ..call.call import TargetFailedError, explaining
+        from ..questions.compare_heads import compare_heads as report_of
 
         subjects = _subjects(target, options, compared)
         baseline = subjects[0][1]

@@ -82,14 +82,14 @@ def diff(
         count = _checked_files(options, *asked)
         export = checked_destination(options)
         with subject.waiting(options, named):
-            from ..answers.checkpoint.diff import diff_of_checkpoints
+            from ..checkpoints.diff import diff_of_checkpoints
 
             report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
         sides = checked_sides(options, *asked)
         export = checked_destination(options)
         with subject.running(options, named):
-            from ..answers.diff import diff as report_of
+            from ..compare.diff import diff as report_of
 
             report = report_of(*runs(options, *sides))
     print_and_export(report, options, export)

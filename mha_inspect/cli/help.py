@@ -204,7 +204,7 @@ def manual(topic: str) -> str:
 
 def page_of_check(name: str) -> str:
     """Return the page of a check, as Markdown: what is measured, a module that fails, and its fix."""
-    return _packaged("answers/check/pages", name)
+    return _packaged("checks/pages", name)
 
 
 def _packaged(folder: str, name: str) -> str:

@@ -120,7 +120,7 @@ def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
 
 def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[str, Any]) -> ParamsReport:
     """Read a checkpoint; with --like, beside a target or a layer that is built without memory."""
-    from ..answers.checkpoint.params import params_of_checkpoint
+    from ..checkpoints.params import params_of_checkpoint
 
     if like is None:
         count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
@@ -143,8 +143,8 @@ def _of_module(
     with subject.running(options, f"reading {text or options.layer}"):
         from torch.nn.parameter import is_lazy
 
-        from ..answers.params import INPUTS, params
         from ..call.load import load_layer, subject_of
+        from ..questions.params import INPUTS, params
         from ..running.subject import Subject
 
         if text is None:
@@ -175,8 +175,8 @@ def _of_module(
 
 def _cut(subjects: list[Subject], ranks: int | None, asked: dict[str, Any]) -> ParamsReport:
     """Report the parameters of modules side by side, or with --ranks those of rank 0 of the first one."""
-    from ..answers.params import params
-    from ..answers.sharding import cut_parameters
+    from ..questions.params import params
+    from ..questions.sharding import cut_parameters
 
     with cut_parameters(subjects[0], ranks) as (cut, every):
         return params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)

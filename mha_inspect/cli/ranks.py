@@ -117,7 +117,7 @@ def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
         return trace
     from torch import distributed
 
-    from ..answers.ranks import rank_of, with_copies
+    from ..measure.ranks import rank_of, with_copies
     from ..reports.trace import Rank
 
     of_each: list[dict[str, Any]] | None = [{}] * here.world if here.rank == 0 else None

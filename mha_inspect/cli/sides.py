@@ -18,8 +18,8 @@ from . import subject
 from .options import Options, is_target, read_setting, require_numbers
 
 if TYPE_CHECKING:
-    from ..answers.diff import Side
     from ..call.call import Call
+    from ..compare.diff import Side
     from ..layers.spec import DtypeName
     from ..making.target import Target
     from ..reports.diff import SideName
@@ -343,8 +343,8 @@ class _LayerDraft:
 
 def _built(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None = None) -> _BuiltSide:
     """Build a side, with the forward's arguments of the side `beside` it, if there is one."""
-    from ..answers.diff import Side
     from ..call.call import explaining
+    from ..compare.diff import Side
 
     draft: _TargetDraft | _LayerDraft
     if asked.is_target:
@@ -374,8 +374,8 @@ def _with_inputs_of(beside: _BuiltSide, draft: _TargetDraft | _LayerDraft) -> tu
 
 def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _TargetDraft:
     """Load a target, or a module of it, and make its arguments."""
-    from ..answers.diff import sizes_of
     from ..call.part import part_of, with_arguments_of
+    from ..compare.diff import sizes_of
     from ..making.arguments import parse_settings
 
     set_options = asked.options(options)
@@ -458,7 +458,7 @@ def _sized_like(options: Options, kind: LayerKind, beside: _BuiltSide) -> Option
 
 def _fitting(kind: LayerKind, beside: Side, width: int) -> dict[str, Any]:
     """Return the settings of a layer that computes as the target beside it, with inputs of this width."""
-    from ..answers.diff import sizes_of
+    from ..compare.diff import sizes_of
 
     usual = Options()
     sizes = {"num_heads": int(usual.num_heads), "bias": True, **sizes_of(beside)}

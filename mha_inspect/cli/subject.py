@@ -226,7 +226,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
 
 def _failed_trace(failed: Subject, options: Options) -> Trace | None:
     """Return the trace of a forward that raised, as `trace` shows it; None if it does not raise again."""
-    from ..answers.trace import traced
+    from ..questions.trace import traced
 
     try:
         with _building(options, f"tracing {failed.label}"):

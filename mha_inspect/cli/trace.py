@@ -163,19 +163,19 @@ def _traced(
     """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
     show = subject.show(options)
     with subject.running(options, f"tracing {target or options.layer}"):
-        from ..answers.trace import traced
         from ..call.call import explaining, way_out
+        from ..questions.trace import traced
 
         loaded = subject.load(target, options)
         try:
             with explaining(loaded):
                 if loop is not None:
-                    from ..answers.decode import decoded
+                    from ..questions.decode import decoded
 
                     return decoded(loaded, show, loop.steps, loop.cache, loop.positions)
                 if ranks is not None:
-                    from ..answers.shard_plan import plan_from
-                    from ..answers.sharding import sharded
+                    from ..questions.shard_plan import plan_from
+                    from ..questions.sharding import sharded
 
                     return sharded(loaded, show, ranks, None if plan is None else plan_from(str(plan)))
                 keep = keep or show.stats or show.values

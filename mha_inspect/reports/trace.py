@@ -293,7 +293,7 @@ class Cause:
     """A mistake that the evidence shows, with a fix that was tried."""
 
     name: str
-    """A key of `mha_inspect.answers.failure.causes`: `heads_not_transposed`."""
+    """A key of `mha_inspect.failures.causes`: `heads_not_transposed`."""
     explanation: str
     """The mistake, with the real numbers."""
     fix: str

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.trace import traced
 from mha_inspect.running.subject import Subject
 
 from .conftest import cpu_time

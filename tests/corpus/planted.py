@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.answers.check.intent import Intent
+from mha_inspect.checks.intent import Intent
 
 H, D, N, B = 4, 6, 10, 3
 E = H * D

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.shard_plan import Plan
-from mha_inspect.answers.sharding import sharded
 from mha_inspect.errors import ForwardError
 from mha_inspect.layers.spec import Show
 from mha_inspect.layers.split_heads import SplitHeadsAttention
+from mha_inspect.questions.shard_plan import Plan
+from mha_inspect.questions.sharding import sharded
 from mha_inspect.reports.trace import Proof
 from mha_inspect.running.subject import Subject
 

@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 
 import mha_inspect
-from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
+from mha_inspect.checkpoints.diff import diff_of_checkpoints
 from mha_inspect.reports.diff import CheckpointDiffReport
 
 from ..fuzz.files import saved

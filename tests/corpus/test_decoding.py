@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.decode import decoded
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.decode import decoded
 from mha_inspect.reports.trace import Cache
 from mha_inspect.running.subject import Subject
 

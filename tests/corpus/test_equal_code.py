@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.answers.check.alike import kinds_of
-from mha_inspect.answers.trace import traced
+from mha_inspect.checks.alike import kinds_of
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.trace import traced
 from mha_inspect.reports.check import Finding
 from mha_inspect.running.subject import Subject
 

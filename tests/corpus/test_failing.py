@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.failure.causes import CAUSES
 from mha_inspect.errors import ForwardError
+from mha_inspect.failures.causes import CAUSES
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.trace import Failure
 

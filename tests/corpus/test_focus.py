@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mha_inspect.answers.focus import focus_of
+from mha_inspect.questions.focus import focus_of
 
 
 def test_equal_weights_look_at_every_key():

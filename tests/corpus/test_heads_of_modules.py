@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.answers.comparable_run import ComparableRun
+from mha_inspect.compare.comparable_run import ComparableRun
 from mha_inspect.errors import InputError, RecordingError, SpecError
 
 from .head_counts import BATCH, CAUSAL, DIM, LENGTH, Attention, BestKeys, CausalOfMany, Noisy, Stack, Writing

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.params import params
 from mha_inspect.naming.pattern import STAGES
+from mha_inspect.questions.params import params
 from mha_inspect.reports.params import HeadSlice, ParamsReport
 from mha_inspect.running.subject import Subject
 

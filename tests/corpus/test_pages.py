@@ -15,9 +15,9 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 import mha_inspect
-from mha_inspect.answers.decode import decoded
 from mha_inspect.errors import ForwardError
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.decode import decoded
 from mha_inspect.render.formats import to_text
 from mha_inspect.running.subject import Subject
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.answers.check.check import check
-from mha_inspect.answers.check.intent import Intent
+from mha_inspect.checks.check import check
+from mha_inspect.checks.intent import Intent
 from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from mha_inspect.answers.params import params
-from mha_inspect.answers.shard_plan import Plan, folded, plan_from
-from mha_inspect.answers.sharding import cut_parameters, process_group, sharded
 from mha_inspect.errors import InputError
 from mha_inspect.layers.bert import BertSelfAttention
 from mha_inspect.layers.grouped_query import GroupedQueryAttention
 from mha_inspect.layers.per_head import PerHeadAttention
 from mha_inspect.layers.spec import Show
 from mha_inspect.layers.split_heads import SplitHeadsAttention
+from mha_inspect.questions.params import params
+from mha_inspect.questions.shard_plan import Plan, folded, plan_from
+from mha_inspect.questions.sharding import cut_parameters, process_group, sharded
 from mha_inspect.record.ranks import wait
 from mha_inspect.running.subject import Subject
 

@@ -10,10 +10,10 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.questions.params import params
 from mha_inspect.reports.params import Parameter
 from mha_inspect.running.subject import Subject
 from tests.built import built_layer

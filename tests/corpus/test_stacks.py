@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
 from mha_inspect.naming import named_run
+from mha_inspect.questions.trace import traced
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Run, Subject

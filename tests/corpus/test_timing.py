@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mha_inspect import compare_heads
-from mha_inspect.answers.learning import few_threads
+from mha_inspect.questions.learning import few_threads
 from mha_inspect.running.subject import Subject
 
 from .head_counts import Slow

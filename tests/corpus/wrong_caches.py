@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.answers.check.intent import Intent
+from mha_inspect.checks.intent import Intent
 
 from .planted import Case, D, E, Right
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.answers.check.intent import Intent
+from mha_inspect.checks.intent import Intent
 
 from .planted import CAUSAL, PADDING, B, Case, D, E, H, N, Padded, Right, folded, future, masked
 

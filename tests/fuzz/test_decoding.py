@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.answers.decode import decoded
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.decode import decoded
 from mha_inspect.running.subject import Subject
 
 from .test_styles import ROTATIONS

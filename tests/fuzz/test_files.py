@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
-from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.checkpoints.diff import diff_of_checkpoints
+from mha_inspect.checkpoints.params import params_of_checkpoint
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.files.tensors import read_tensors
 from mha_inspect.layers.spec import Show

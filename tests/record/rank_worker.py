@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect import Show
-from mha_inspect.answers.ranks import rank_of
-from mha_inspect.answers.trace import traced
 from mha_inspect.errors import ForwardError
+from mha_inspect.measure.ranks import rank_of
+from mha_inspect.questions.trace import traced
 from mha_inspect.running.subject import Subject
 
 PLAN = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.answers.run_report import path_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.measure.run_report import path_of
 from mha_inspect.running.subject import Run
 
 from ..built import trace_layer

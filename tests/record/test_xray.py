@@ -312,7 +312,7 @@ def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: 
         assert mha_inspect.trace(module, x).proof.agrees is False
         assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
         # Where none of the steps are kept, none run but those that are compared.
-        monkeypatch.setattr("mha_inspect.answers.trace.ROOM", 0)
+        monkeypatch.setattr("mha_inspect.questions.trace.ROOM", 0)
         assert mha_inspect.trace(module, x).proof.agrees is not everywhere
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect import Intent, Show
-from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
-from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.checkpoints.diff import diff_of_checkpoints
+from mha_inspect.checkpoints.params import params_of_checkpoint
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.reports.common import LayerArgument, LayersReport, ListedLayer, Report

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports
-from mha_inspect.answers.failure.causes import CAUSES
+from mha_inspect.failures.causes import CAUSES
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.common import SCHEMA_VERSION, Report
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.ranks import with_copies
+from mha_inspect.measure.ranks import with_copies
 from mha_inspect.reports.trace import DecodeProof, Rank
 
 from .samples import STEPS, trace

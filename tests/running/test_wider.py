@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import mha_inspect
 import mha_inspect.running.subject
-from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
+from mha_inspect.questions.trace import traced
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
 

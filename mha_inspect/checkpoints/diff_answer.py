@@ -1,0 +1,183 @@
+"""Say in sentences whether two checkpoints are the same, and what differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair, TensorVerdict
+from ..text import first_few, listed, percent, plural, shown, spans
+from .exchanged import Exchange, exchange_sentences
+from .reordered import order_words
+
+_NAMED = 5
+"""Number of heads in the answer."""
+
+
+def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> Iterator[str]:
+    """Yield sentences: whether both are the same, and what differs."""
+    number = len(report.tensors)
+    if _has_same_bits(report):
+        yield f"Yes: all {plural(number, 'tensor')} are the same, bit for bit."
+        return
+    answer = "No"
+    if report.outcome == "same":
+        answer = "Yes"
+    sentence = f"{answer}: {plural(number, 'tensor')} on both sides"
+    counts = _counts(report.tensors)
+    if counts:
+        sentence += f": {listed(counts)}"
+    yield f"{sentence}."
+    unpaired = _renamed_or_absent(report)
+    if unpaired:
+        yield f"{listed(unpaired)}."
+    if not exchanges:
+        for note in _notes_on_packing(report.tensors):
+            yield f"{note[0].upper()}{note[1:]}."
+    yield from exchange_sentences(exchanges)
+    yield from _orders(report.tensors)
+    yield from _most_changed(_changed_matrices(report.parts, exchanges))
+
+
+def _has_same_bits(report: CheckpointDiffReport) -> bool:
+    """Return whether both sides have the same names with the same bits."""
+    if report.only_left or report.only_right:
+        return False
+    return all(pair.verdict == "same bits" and pair.name == pair.right_name for pair in report.tensors)
+
+
+def _counts(pairs: Sequence[TensorPair]) -> list[str]:
+    """Return how many tensors have each verdict: `3 the same bit for bit`, `1 different`."""
+    verdicts = Counter[TensorVerdict]()
+    rounded: set[str] = set()
+    for pair in pairs:
+        verdicts[pair.verdict] += 1
+        if pair.verdict == "same within rounding":
+            rounded |= {pair.left_dtype, pair.right_dtype}
+    words: dict[TensorVerdict, str] = {
+        "same bits": "the same bit for bit",
+        "same within rounding": f"the same within the rounding of {listed(sorted(rounded))}",
+        "same, permuted": "the same in another order",
+        "differs": "different",
+        "other shape": "of another shape",
+    }
+    counts = []
+    for verdict, text in words.items():
+        if verdict in verdicts:
+            counts.append(f"{verdicts[verdict]:,} {text}")
+    return counts
+
+
+def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
+    """Return how many tensors have another name on the right, or are on one side only."""
+    renamed = [pair for pair in report.tensors if pair.name != pair.right_name]
+    counts = []
+    if renamed:
+        counts.append(f"{len(renamed):,} renamed")
+    if report.only_left:
+        counts.append(f"{len(report.only_left):,} only in the left")
+    if report.only_right:
+        counts.append(f"{len(report.only_right):,} only in the right")
+    return counts
+
+
+def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
+    """Return the notes on the tensors that several tensors of the other side are paired with, each once."""
+    on_left = Counter[str]()
+    on_right = Counter[str]()
+    for pair in pairs:
+        on_left[pair.name] += 1
+        on_right[pair.right_name] += 1
+    notes: dict[str, None] = {}
+    for pair in pairs:
+        if on_left[pair.name] > 1 or on_right[pair.right_name] > 1:
+            notes[pair.note] = None
+    return list(notes)
+
+
+def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:
+    """Yield a sentence for each order of rows, with the tensors that have it, and the line that converts the left."""
+    names: dict[tuple[str, RowOrder], list[str]] = {}
+    for pair in pairs:
+        if pair.order is not None:
+            names.setdefault((pair.note, pair.order), []).append(pair.name)
+    for (_, order), tensors in names.items():
+        yield f"{first_few(tensors, _NAMED)}: {order_words(order)}."
+        if order.line:
+            yield f"To convert the left: {order.line}"
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ChangedHead:
+    """A head that differs in one matrix."""
+
+    part: PartPair
+    head: int
+    change: float
+    """Relative to the left norm."""
+
+    def words(self) -> str:
+        """Return the head and its change: `head 3 of W_q in layers.0 (12.3 %)`."""
+        where = f" in {shown(self.part.left)}" if self.part.left else ""
+        change = percent(self.change) if isfinite(self.change) else "not finite"
+        return f"head {self.head} of {self.part.part}{where} ({change})"
+
+
+def _changed_matrices(parts: Sequence[PartPair], exchanges: Sequence[Exchange]) -> list[PartPair]:
+    """Return the matrices that were compared by head, without exchanged ones."""
+    exchanged: set[tuple[str, str]] = set()
+    for exchange in exchanges:
+        exchanged.update((exchange.module, part) for part in exchange.parts)
+    matrices = []
+    for part in parts:
+        is_matrix = part.part.startswith("W")
+        if is_matrix and part.differences and (part.left, part.part) not in exchanged:
+            matrices.append(part)
+    return matrices
+
+
+def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
+    """Yield a sentence about the heads that differ most, and one per attention with only a few changed heads."""
+    heads: list[_ChangedHead] = []
+    for matrix in matrices:
+        heads += _changed_heads(matrix)
+    if not heads:
+        return
+    heads.sort(key=lambda head: head.change, reverse=True)
+    most = [head.words() for head in heads[:_NAMED]]
+    yield f"Heads that changed most, relative to the left norm: {', '.join(most)}."
+    matrices_by_module: dict[str, list[PartPair]] = {head.part.left: [] for head in heads}
+    if len(matrices_by_module) > _NAMED:
+        return
+    for matrix in matrices:
+        if matrix.left in matrices_by_module:
+            matrices_by_module[matrix.left].append(matrix)
+    for module, matrices_of_module in matrices_by_module.items():
+        few = _few_changed(matrices_of_module)
+        if few:
+            yield f"In {shown(module) or 'the file'} only {listed(few)} changed."
+
+
+def _changed_heads(matrix: PartPair) -> list[_ChangedHead]:
+    """Return the heads of a matrix that differ."""
+    heads = []
+    for head, change in enumerate(matrix.differences):
+        if change > 0:
+            heads.append(_ChangedHead(matrix, head, change))
+    return heads
+
+
+def _few_changed(matrices: Sequence[PartPair]) -> list[str]:
+    """Return the changed heads of each matrix of which not all changed: `heads 0, 2 of W_q`."""
+    few = []
+    for matrix in matrices:
+        changed = [changed.head for changed in _changed_heads(matrix)]
+        if changed and len(changed) < len(matrix.differences):
+            heads = "heads" if len(changed) > 1 else "head"
+            few.append(f"{heads} {spans(changed)} of {matrix.part}")
+    return few

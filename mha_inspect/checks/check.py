@@ -1,0 +1,460 @@
+"""Check a module: run every check in turn, and report findings, passed checks and skipped checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..graph.attention import Attention
+from ..measure.run_report import environment_of, layer_of
+from ..naming.axes import AxisNames
+from ..naming.score_formulas import unlike_dot
+from ..naming.stage_facts import StageFacts
+from ..naming.visibility import masks_of
+from ..record.arguments import tensors_in
+from ..record.ops import Op
+from ..record.ranks import needs_ranks
+from ..reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
+from ..running.subject import Run, State, Subject
+from ..text import first_few, plural
+from .arguments import Arguments, require_apart
+from .batch_items import batch
+from .cache import cache
+from .causal import causal
+from .equals import unlike_masks, unlike_rotations, unlike_scales
+from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .finite import finite
+from .grouped_heads import grouped
+from .intent import CHECKS, Intent, chosen_checks
+from .ladders import ladder_facts, slopes_off, slopes_upside_down
+from .lookalikes import found_instead
+from .masked_runs import mask_facts
+from .masking import masking
+from .mixing import mixing
+from .newest import without_newest
+from .one_position import one_position
+from .padding import padding
+from .parameters import parameters
+from .repeated_keys import repeated_keys
+from .rotary import rotary
+from .same import draws, reference, repeat, training
+from .scores import lone_softmaxes, scale, scale_words, softmax
+from .slots import has_lost_tokens
+from .split_heads import heads
+from .window import window
+from .written_inputs import inputs
+
+_Result = Finding | PassedCheck | SkippedCheck
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function that searches the evidence for faults; `CHECKS` says what is true if it finds none."""
+
+    find: Callable[[Evidence], Iterator[Finding | SkippedCheck] | Iterator[Finding]]
+    """Yields findings; raises `NotPossibleError` with the reason if the check cannot be decided."""
+    runs: bool = False
+    """Whether the check runs the module again."""
+    on_meta: str = ""
+    """What is true if the check passes on meta; empty if the check needs numbers."""
+    follows: tuple[str, ...] = ()
+    """Checks whose findings explain the findings of this check: it is skipped until they pass."""
+    confirm: str = ""
+    """The option that confirms or dismisses a finding that is not sure; empty: --skip with the name."""
+    by_position: bool = False
+    """Whether the check relies on one token per position."""
+
+
+def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in what is added to the scores: masks, and slopes by distance."""
+    faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
+    if not faults:  # a layer with a fault is unlike the others
+        faults = list(unlike_masks(evidence))
+    yield from faults
+    is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
+    # A function of each score alone, e.g. relu, gives zeros without a mask.
+    has_zeros = any(sight.has_zeros and not sight.attention.weighing for sight in evidence.sights)
+    if not faults and not is_any_masked and not has_zeros:
+        raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
+
+
+def _rotations(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults of rotations, and a layer that rotates otherwise than its equals."""
+    yield from unlike_rotations(evidence)
+    yield from rotary(evidence)
+
+
+def _scales(evidence: Evidence) -> Iterator[Finding]:
+    """Yield layers that are scaled otherwise than their equals, then a scale that is not as declared."""
+    yield from unlike_scales(evidence)
+    yield from scale(evidence)
+
+
+def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in how query heads share key heads: keys that were repeated in their place, then a wrong order."""
+    repeated = list(repeated_keys(evidence))
+    yield from repeated
+    with suppress(NotPossibleError) if repeated else nullcontext():
+        yield from grouped(evidence)
+
+
+def _mixing_and_order(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in what tokens do to each other, and a row of a table that all tokens share."""
+    yield from one_position(evidence)
+    yield from mixing(evidence)
+
+
+_CHECKS = {
+    "inputs": Check(inputs),
+    "heads": Check(heads),
+    "softmax": Check(softmax),
+    "masking": Check(_masks_and_slopes),
+    "finite": Check(finite, follows=("softmax",)),
+    "grouped": Check(_shared_heads),
+    "rotary": Check(_rotations, by_position=True),
+    "batch": Check(batch, runs=True, follows=("heads", "softmax"), confirm="--batch-axis 0 or 1"),
+    "mixing": Check(
+        _mixing_and_order,
+        runs=True,
+        follows=("heads", "softmax", "masking", "batch", "finite"),
+        by_position=True,
+    ),
+    "parameters": Check(parameters, on_meta="every projection is used once"),
+    "repeat": Check(repeat, runs=True, follows=("finite",)),
+    "training": Check(training, runs=True, follows=("finite",)),
+    "causal": Check(causal, follows=("softmax", "masking"), confirm="--causal", by_position=True),
+    "window": Check(window, follows=("softmax", "masking", "causal"), confirm="--window N", by_position=True),
+    "padding": Check(padding, runs=True, confirm="--mask NAME=keep", by_position=True),
+    "cache": Check(cache, runs=True, follows=OF_OUTPUTS, by_position=True),
+    "scale": Check(_scales, on_meta=CHECKS["scale"], confirm="--scale sqrt_head_dim"),
+    "reference": Check(reference),
+}
+"""In the order of `CHECKS`."""
+_OF_ONE_RUN = tuple(name for name, entry in _CHECKS.items() if not entry.runs and name not in ("inputs", "reference"))
+"""The checks of a run that has been made. Whether it wrote into its inputs, copies from before it would show."""
+
+
+def check(
+    subject: Subject,
+    intent: Intent | None = None,
+    *,
+    only: str | Sequence[str] = (),
+    skip: str | Sequence[str] = (),
+    tick: Callable[[str], None] = lambda _: None,
+) -> CheckReport:
+    """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
+
+    Every run is in eval and starts from the same state, which is restored at the end. A module that is spread over
+    ranks is run once.
+
+    Raises:
+        InputError: the module has no attention, or the intent names an argument that the forward lacks.
+        SpecError: a check name is unknown.
+        TypeError: an argument of the call belongs into the intent.
+    """
+    require_apart(subject)
+    intent = intent or Intent()
+    names = chosen_checks(only, skip)
+    if isinstance(subject.module, nn.parallel.DistributedDataParallel):
+        subject = replace(subject, module=subject.module.module)  # a forward alone needs no other rank
+    runner = Runner(subject, tick)
+    for argument in (intent.padding, intent.cache):
+        if argument:
+            Arguments(subject).require(argument)
+    with runner.changed_by(nn.Module.eval):
+        evidence = evidence_of(runner, runner.subject, intent, once=False)
+        results = _results_of_all(evidence, names)
+        facts = tuple(_facts(evidence))
+    failed = _failed(results)
+    if not failed:
+        _require_declared(intent, results)
+    findings: list[Finding] = []
+    passed: list[PassedCheck] = []
+    skipped: list[SkippedCheck] = []
+    for result in results:
+        if isinstance(result, Finding):
+            findings.append(_with_way(result))
+        elif isinstance(result, SkippedCheck):
+            skipped.append(result)
+        elif result.check not in failed:
+            passed.append(result)
+    return CheckReport(
+        environment=replace(environment_of(subject), seed=runner.subject.seed),
+        layer=layer_of(subject),
+        intent=intent.declared(),
+        findings=tuple(_sure_first(findings)),
+        facts=facts,
+        passed=tuple(passed),
+        left_out=tuple(skipped),
+        runs=runner.runs,
+        notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),
+    )
+
+
+def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
+    """Return the results of these checks in order, a fault that several report once."""
+    if not evidence.run.attentions:
+        return _of_lone_softmaxes(evidence, names)
+    results: list[_Result] = []
+    for name in names:
+        results_of_check = list(_results(evidence, name, _CHECKS[name]))
+        for result in results_of_check:
+            # A check may report a fault of another one, which may have reported it already.
+            if result.check == name or result.check not in evidence.failed:
+                results.append(result)
+        evidence.failed.update(_failed(results_of_check))
+    return results
+
+
+def _of_lone_softmaxes(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
+    """Return the faults of softmaxes without an attention, and every check as skipped.
+
+    Raises `InputError` if there is no such fault.
+    """
+    results: list[_Result] = list(lone_softmaxes(evidence))
+    if not results:
+        raise InputError(_no_attention(evidence))
+    for name in names:
+        results.append(SkippedCheck(name, "no attention found around this softmax"))
+    return results
+
+
+def _sure_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order of the checks, the sure ones first."""
+    order = list(CHECKS)
+    return sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))
+
+
+def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
+    """Return what is wrong, or may be, in one run whose tensors were kept; `state` is that before the run.
+
+    These are the findings of the checks that need no other run and no declared intent.
+    """
+    tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
+    on_meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
+    runner = Runner(subject, lambda _: None, state)
+    evidence = Evidence(
+        runner=runner,
+        subject=runner.subject,
+        intent=Intent(),
+        arguments=Arguments(subject),
+        run=run,
+        arguments_after=(subject.args, subject.kwargs),
+        on_meta=on_meta,
+        once=True,
+        again=None,
+    )
+    try:
+        return tuple(map(_with_way, _findings_of_one_run(evidence)))
+    finally:
+        # Functions of the checks refer to it in circles, which would keep the tensors until the collector runs.
+        vars(evidence).clear()
+
+
+def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
+    """Return the findings of the checks that need no other run, the sure ones first."""
+    if not evidence.run.attentions:
+        return list(lone_softmaxes(evidence))
+    findings = list[Finding]()
+    for name in _OF_ONE_RUN:
+        results = list(_results(evidence, name, _CHECKS[name]))
+        findings += [result for result in results if isinstance(result, Finding)]
+        evidence.failed.update(_failed(results))
+    findings += _drops_in_eval(evidence)
+    with suppress(NotPossibleError):  # without tokens, there is no newest one
+        findings += without_newest(evidence)
+    return _sure_first(findings)
+
+
+def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first attention whose weights are dropped at random although every module is in eval mode."""
+    if any(part.training for part in evidence.subject.module.modules()):
+        return
+    kernels = evidence.run.recording.kernels
+    for attention, _ in evidence.run.attentions:
+        softmax = attention.softmax
+        in_kernel = softmax.kernel is not None and kernels[softmax.kernel].drops
+        if in_kernel or StageFacts(evidence.run.graph, attention, {}).drops():
+            yield Finding(
+                "repeat",
+                "Weights are dropped at random although the module is in eval mode.",
+                "This run was in eval mode, and a dropout changed the weights.",
+                source=_line_of_dropout(evidence, attention),
+                module=attention.module,
+                fix="Drop only in training: F.dropout(weights, p, self.training), or dropout_p=p * self.training.",
+            )
+            return
+
+
+def _line_of_dropout(evidence: Evidence, attention: Attention) -> str:
+    """Return the line that draws which weights are dropped; of a kernel that drops them itself, its own."""
+    start, stop = attention.softmax.index, attention.value_product.op.index
+    for op in evidence.run.recording.ops[start:stop]:
+        if draws(op):
+            return op.source
+    return attention.value_product.op.source
+
+
+def _with_way(finding: Finding) -> Finding:
+    """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it, if one does."""
+    if finding.sure or finding.confirm:
+        return finding
+    return replace(finding, confirm=_CHECKS[finding.check].confirm)
+
+
+def _require_declared(intent: Intent, results: Iterable[object]) -> None:
+    """Raise `InputError` if a declared check was skipped: no finding would then look like a pass."""
+    for result in results:
+        if isinstance(result, SkippedCheck) and result.check in intent.declared() and not result._in_part:
+            skip = "Or skip it" if result._give else "Give an input that it can change, or skip it"
+            raise InputError(
+                f"The check {result.check} was declared and could not run: {result.reason}. "
+                f"{skip} with --skip {result.check}."
+            )
+
+
+def _failed(results: Iterable[object]) -> set[str]:
+    """Return the names of the checks with a sure finding."""
+    return {result.check for result in results if isinstance(result, Finding) and result.sure}
+
+
+def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
+    """Run one check: yield its findings, or that it passed, or why it was skipped."""
+    skipped = _skipped_at_once(evidence, name, entry)
+    if skipped is not None:
+        yield skipped
+        return
+    evidence.runner.tick(name)
+    passed = True
+    try:
+        evidence.require_passed(*entry.follows)
+        for result in entry.find(evidence):
+            if isinstance(result, SkippedCheck):
+                # A part that could not be judged: on meta, the sentence of what passed leaves it out.
+                passed = passed and evidence.on_meta and bool(entry.on_meta)
+                yield replace(result, _in_part=True)
+            else:
+                passed = False
+                yield result
+    except NotPossibleError as error:
+        yield _skipped_by(error, name)
+        return
+    if passed and entry.by_position and "heads" in evidence.failed:
+        yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
+    elif passed:
+        yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
+
+
+def _skipped_at_once(evidence: Evidence, name: str, entry: Check) -> SkippedCheck | None:
+    """Return why a check cannot run at all: it needs numbers, or further runs; None if it can."""
+    if evidence.on_meta and not entry.on_meta:
+        return SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
+    if not evidence.once or not entry.runs:
+        return None
+    if needs_ranks(evidence.subject.module, evidence.run.recording):
+        return SkippedCheck(name, "needs more than one run, and the module is spread over ranks", "spread over ranks")
+    return SkippedCheck(name, "needs more than one run")
+
+
+def _skipped_by(error: NotPossibleError, name: str) -> SkippedCheck:
+    """Return the reason that a check gave while it ran, on one line."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, RaisedError):
+        reason = f"the forward raises when an input is changed: {reason}"
+    return SkippedCheck(name, reason, error.brief, error.give)
+
+
+def _no_attention(evidence: Evidence) -> str:
+    """Return why there is nothing to check, with what the module computes instead."""
+    ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
+    instead = found_instead(evidence.run)
+    if instead:
+        return f"{name} has no attention to check: no softmax(QKᵀ)V was found. {instead}"
+    products = [op for op in ops if op.does("product")]
+    softmaxes = sum(op.does("softmax") for op in ops)
+    return (
+        f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
+        f"The forward computes {plural(len(products), 'product')}{_lines_of(products)} "
+        f"and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. "
+        "Run `mha-inspect trace --ops` to see what it computes."
+    )
+
+
+def _lines_of(products: Sequence[Op]) -> str:
+    """Return the first products with their lines, ` (mm [2, 3] at a.py:4, …)`; empty without any."""
+    if not products:
+        return ""
+    lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
+    return f" ({lines}, …)" if len(products) > 4 else f" ({lines})"
+
+
+def _facts(evidence: Evidence) -> Iterator[Fact]:
+    """Yield the properties of each attention that may be intended, each once: scale, who sees whom, mask values."""
+    paths_by_fact: dict[Fact, list[str]] = {}
+    for fact, module in _facts_of_attentions(evidence):
+        paths_by_fact.setdefault(fact, []).append(module)
+    counts = Counter(fact.name for fact in paths_by_fact)
+    for fact, paths in paths_by_fact.items():
+        is_of_some = counts[fact.name] > 1 and any(paths)
+        where = f" in {first_few(paths, 1)}" if is_of_some else ""
+        if fact.sentence:
+            yield replace(fact, sentence=fact.sentence + where)
+    if not evidence.on_meta and not evidence.failed & {"heads", "rotary"}:  # otherwise a step is not one position
+        yield from ladder_facts(evidence)
+    if not evidence.once and not evidence.on_meta:
+        yield from mask_facts(evidence)
+
+
+def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
+    """Yield the facts of each attention with its module, one kind of fact after the other; some are empty."""
+    pairs = evidence.run.attentions
+    for attention, names in pairs:
+        yield Fact("scale", f"{scale_words(attention, names)} (head_dim {names.head_dim})"), attention.module
+    for attention, names in pairs:
+        yield Fact("attended over", _over(attention, names)), attention.module
+    for attention, _ in pairs:
+        yield Fact("mask", _adds_nothing(evidence, attention)), attention.module
+    if "heads" in evidence.failed:  # a position of a head is not a token
+        return
+    by_row = ""
+    if "cache" in evidence.failed and has_lost_tokens(evidence):
+        by_row = ", if key rows were tokens in order"
+    for sight in evidence.sights:
+        drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
+        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
+
+
+def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
+    """Return that the masks of an attention add 0 to every score in this call; empty if they do not, or if unknown."""
+    graph = evidence.run.graph
+    added = []
+    for op in attention.masks:
+        if op.does("fills"):
+            return ""
+        added += masks_of(graph, attention, op)
+    contents = [evidence.content(tensor) for tensor in added]
+    if contents and all(map(_is_zero, contents)):
+        return "adds 0 to every score in this call, so no key is masked out"
+    return ""
+
+
+def _is_zero(content: Tensor | None) -> bool:
+    """Return whether the numbers of a tensor are known, and are all 0; a boolean is not added as it is."""
+    if content is None or content.is_meta or content.dtype == torch.bool:
+        return False
+    return not bool(content.count_nonzero())
+
+
+def _over(attention: Attention, names: AxisNames) -> str:
+    """Return what is attended over if it is not the keys; else empty."""
+    if attention.over_queries:
+        return "the queries: they compete for each key"
+    if names.within_tokens:
+        return "the heads of one token, instead of positions"
+    return "the features of a head, instead of positions" if names.over_features else ""

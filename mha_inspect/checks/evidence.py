@@ -1,0 +1,725 @@
+"""The evidence of checks: a recorded run, who sees whom in it, and how much the outputs of other runs differ.
+
+An `Evidence` is immutable. Every run starts from the same state of the module, except with `go_on`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compare.replay import first_key
+from ..graph.attention import Attention
+from ..naming.axes import AxisNames
+from ..naming.inner_steps import InnerSteps, InnerStepsReader
+from ..naming.named_run import NamedRun
+from ..naming.pattern import dims_of
+from ..record.arguments import dense, tensors_in
+from ..record.ops import Op, Recording, TensorRef
+from ..record.ranks import needs_ranks
+from ..running.subject import Run, State, Subject
+from ..text import message_of
+from .alike import Kind, Named, groups_of, kinds_in
+from .arguments import Arguments, Source, masks_by_item, sources_of
+from .intent import Intent
+from .seen_keys import SeenKeys
+from .sight import sights_of
+
+OF_OUTPUTS = ("heads", "softmax", "masking", "finite", "batch", "repeat", "causal")
+"""Checks whose faults also make outputs differ that should be equal."""
+OTHER_SIZES = 100.0
+"""Runs of other sizes round differently: their tolerance is this many times larger."""
+
+
+class NotPossibleError(Exception):
+    """A check cannot be decided; the message says why, `brief` says it in two words, and `give` is the way out."""
+
+    def __init__(self, reason: str, brief: str = "", *, give: str = "") -> None:
+        super().__init__(f"{reason}. {give}" if give else reason)
+        self.brief, self.give = brief, give
+
+
+class UndeclaredError(NotPossibleError):
+    """A check needs a declared intent; `flag` is the option that declares it."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(f"add {flag} to check this", "declare them")
+
+
+class RaisedError(NotPossibleError):
+    """The forward raised on a changed input."""
+
+
+class Runner:
+    """Runs a module from the same state each time, and counts the runs."""
+
+    def __init__(self, subject: Subject, tick: Callable[[str], None], state: State | None = None) -> None:
+        self.subject = replace(subject, seed=subject.seed or 0, grad=False)
+        self.runs = 0
+        self.tick = tick
+        self._state = subject.state() if state is None else state
+
+    def prepared(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Subject:
+        """Return the subject with these arguments, ready to run, and count the run.
+
+        The module is restored to its first state; with `go_on` it keeps the state of the last run.
+        """
+        if not go_on:
+            self._state.restore()
+        self.runs += 1
+        self.tick(f"run {self.runs}")
+        args, kwargs = arguments
+        return replace(self.subject, args=args, kwargs=kwargs, seed=(self.subject.seed or 0) + more_seed)
+
+    @contextmanager
+    def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
+        """Start runs inside the context from a changed module; restore the module afterwards."""
+        before = self._state
+        before.restore()
+        try:
+            change(self.subject.module)
+            self._state = self.subject.state()
+            yield
+        finally:
+            self._state = before
+            before.restore()
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A recorded run of a module, and its declared intent."""
+
+    runner: Runner
+    subject: Subject
+    intent: Intent
+    arguments: Arguments
+    run: Run
+    """The recording, including tensors."""
+    arguments_after: tuple[Any, ...]
+    """The arguments after the run."""
+    on_meta: bool
+    """Whether tensors have shapes but no numbers."""
+    once: bool
+    """Whether only one run is allowed."""
+    again: Any
+    """The result of a second run, continued from this one with another seed; None without a second run."""
+    masked_runs: list[Any] = field(default_factory=list)
+    """The runs with a changed mask, once the check of padding needed them."""
+    failed: set[str] = field(default_factory=set)
+    """The checks that have a sure finding so far."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences of checks about what is no fault."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return self.arguments.values
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """One attention for each code, with the number of those with equal code."""
+        return kinds_in(self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Named, ...], ...]:
+        """The attentions of each code."""
+        return groups_of(self.run, self.content)
+
+    @cached_property
+    def sights(self) -> tuple[SeenKeys, ...]:
+        """The visible keys of each attention; those of equal code have the same in one run."""
+        groups = self._groups if self.once else ()
+        return sights_of(self.run, partial(first_key, self), self.padded, groups)
+
+    def sight_of(self, attention: Attention) -> SeenKeys | None:
+        """Return the visible keys of an attention; None if its weights are unknown."""
+        for sight in self.sights:
+            if sight.attention is attention:
+                return sight
+        return None
+
+    @cached_property
+    def padded(self) -> Tensor | None:
+        """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
+        if not self.sources:
+            return None
+        source = self.sources[0]
+        declared = self._declared_padding(source)
+        marked = list(self._marked(source))
+        if declared is None and not marked:
+            return None
+        seen = self._seen_without_padding(source)
+        hidden = _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
+        if hidden is not None:
+            return hidden
+        for pads in marked:
+            if self._is_dropped(pads):
+                return pads
+        return None
+
+    def _seen_without_padding(self, source: Source) -> list[Tensor]:
+        """Return who sees whom in each attention over all tokens, `batch query key`, where no token is padding."""
+        shape = (source.rows, source.length, source.length)
+        seen = []
+        for sight in sights_of(self.run, partial(first_key, self)):
+            if sight.seen.shape == shape:
+                seen.append(sight.seen)
+        return seen
+
+    def _declared_padding(self, source: Source) -> Tensor | None:
+        """Return the tokens, `batch position`, that a declared mask marks as padding; None without such a mask."""
+        mask = self.values.get(self.intent.padding or "")
+        means = self.intent.padding_true
+        if not means or not isinstance(mask, Tensor):
+            return None
+        if mask.shape != (source.rows, source.length):
+            return None
+        is_set = mask != 0
+        is_boolean = mask.dtype == torch.bool or bool((~is_set | (mask == 1)).all())
+        if not is_boolean:
+            return None
+        return is_set.cpu() if means == "ignore" else ~is_set.cpu()
+
+    def _marked(self, source: Source) -> Iterator[Tensor]:
+        """Yield the tokens, `batch position`, with one of the two values of an argument."""
+        shape = (source.rows, source.length)
+        for name, value in self.values.items():
+            if name in source.names or not isinstance(value, Tensor):
+                continue
+            if value.numel() != prod(shape) or value.is_complex():
+                continue
+            marks = torch.unique(value)
+            if len(marks) != 2:
+                continue
+            for mark in marks:
+                yield (value == mark).reshape(shape).cpu()
+
+    def _is_dropped(self, pads: Tensor) -> bool:
+        """Return whether nested tensors leave these tokens out: all of them, and no others, have one output."""
+        if not any("nested" in op.base_name for op in self.run.recording.ops):
+            return False
+        if self.on_meta or not self.follows or self.source.batch is None or not bool(pads.any()):
+            return False
+        output = self.output.movedim(self.source.axes, (0, 1)).cpu()
+        filled = output[pads][0]
+        return torch.equal((output == filled).flatten(2).all(2), pads)
+
+    @cached_property
+    def leaves(self) -> dict[int, Tensor]:
+        """The values of arguments, parameters and buffers, by tensor id."""
+        return self.subject.leaves(self.run.recording)
+
+    def inner_of(self, attention: Attention, names: AxisNames) -> InnerSteps:
+        """Return the positions, norms and cache of an attention."""
+        stays = any(attention is like for like, _ in self.run.distinct.run.attentions)
+        reader = self._inner_of_distinct if stays else self._inner
+        return reader.of(attention, names)
+
+    @cached_property
+    def _inner(self) -> InnerStepsReader:
+        return InnerStepsReader(self.run, self.leaves)
+
+    @cached_property
+    def _inner_of_distinct(self) -> InnerStepsReader:
+        """Reads attentions that are the same where equal layers are left out."""
+        return InnerStepsReader(self.run.distinct.run, self.leaves)
+
+    def content(self, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a recorded tensor, argument, parameter or buffer; None if it was not kept."""
+        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
+        return None if value is None else value.detach()
+
+    @property
+    def writes(self) -> list[Op]:
+        """The in-place operations."""
+        return [op for op in self.run.recording.ops if op.kind == "write" and op.inputs]
+
+    def line_of(self, tensor: TensorRef) -> str:
+        """Return the line that made a recorded tensor; empty for arguments, parameters and buffers."""
+        op = self.run.recording.producer(tensor)
+        return "" if op is None else op.source
+
+    @property
+    def scores_line(self) -> str:
+        """The line of the first scores."""
+        return self.run.attentions[0][0].score_product.op.source
+
+    @property
+    def mask_line(self) -> str:
+        """The line of the first mask; without a mask, of the first scores."""
+        for attention, _ in self.run.attentions:
+            if attention.masks:
+                return attention.masks[0].source
+        return self.scores_line
+
+    def require_passed(self, *checks: str) -> None:
+        """Raise `NotPossibleError` if one of these checks failed: another finding would be its consequence."""
+        for check in self.failed.intersection(checks):
+            raise NotPossibleError(f"cannot be judged until {check} passes", f"until {check} passes")
+
+    # -- other runs ---------------------------------------------------------------------------------------------------
+
+    def returned(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        go_on: bool = False,
+        more_seed: int = 0,
+        instead: Mapping[int, Tensor] | None = None,
+    ) -> Any:
+        """Run with changed arguments and return the result; `go_on` and `more_seed` are those of `Runner.prepared`.
+
+        `instead` has replacements of parameters, by their ids. Raises `RaisedError` if the forward raises.
+        """
+        with _errors_of_forward():
+            arguments = self.arguments.of_call(changes or {})
+            subject = self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed)
+            return replace(subject, instead=instead or {}).plain()
+
+    def recorded(self, changes: Mapping[str, Any], *, go_on: bool = False) -> tuple[Run, Subject]:
+        """Return the run with changed arguments, recorded with its tensors, and the subject that was run.
+
+        Raises `RaisedError` if the forward raises.
+        """
+        with _errors_of_forward():
+            prepared = self.runner.prepared(self.arguments.of_call(changes), go_on=go_on)
+            run = prepared.recorded(keep=True)
+        _copy_written(run.recording)
+        return run, prepared
+
+    def output_with(self, changes: Mapping[str, Any]) -> Tensor:
+        """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""
+        return self.output_of(self.returned(changes))
+
+    def with_arguments(self, changes: Mapping[str, Any]) -> Evidence:
+        """Return the evidence of another recorded run with changed arguments. Raise `RaisedError` if it raises."""
+        args, kwargs = self.arguments.of_call(changes)
+        with _errors_of_forward():
+            subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
+            return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
+
+    def piece(
+        self, source: Source, start: int, stop: int, *, first: int = 0, positions: str | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a call with the tokens from `start` to `stop` only, as `Arguments.piece`."""
+        return self.arguments.piece(source, start, stop, by_item=self.by_item, first=first, positions=positions)
+
+    @cached_property
+    def by_item(self) -> frozenset[str]:
+        """Names of the masks that are `batch key`: a declared padding mask, and those that the dataflow shows."""
+        return masks_by_item(self.run) | {self.intent.padding or ""}
+
+    # -- outputs ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def output(self) -> Tensor:
+        """The output of the recorded run."""
+        return self.output_of(self.run.returned)
+
+    def output_of(self, returned: Any) -> Tensor:
+        """Return the first output, but skip a matrix of all pairs of batch items (e.g. texts by images).
+
+        If batch and positions come out swapped, they are swapped back to the order of the input. Raises
+        `NotPossibleError` if the forward returned no tensor of numbers.
+        """
+        inputs = []
+        for value in self.values.values():
+            if isinstance(value, Tensor) and value.dim() > 1:
+                inputs.append(value)
+        output = _output_of_tokens(_outputs(returned), inputs)
+        if not inputs or output.dim() < 3:
+            return output
+        batch, positions = inputs[0].shape[:2]
+        is_swapped = output.shape[:2] == (positions, batch) and batch != positions
+        return output.transpose(0, 1) if is_swapped else output
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The arguments with tokens; the one that the output follows comes first."""
+        sources = []
+        for source in sources_of(self.subject, self.values, self.intent, self._is_one_sequence, self._embedded):
+            if source.value.shape in self._shapes_by_channel:
+                source = Source(source.names, source.value, 0, 2)
+            sources.append(source)
+        if len(sources) < 2:
+            return tuple(sources)
+        return tuple(self._followed_first(sources))
+
+    def _followed_first(self, sources: list[Source]) -> list[Source]:
+        """Return sources with the one first whose tokens the output has, if it is the only one."""
+        try:
+            followed = [source for source in sources if self._has_entries_of(source)]
+        except NotPossibleError:  # no tensor was returned
+            return sources
+        if len(followed) != 1:
+            return sources
+        others = [source for source in sources if source is not followed[0]]
+        return [followed[0], *others]
+
+    @cached_property
+    def _shapes_by_channel(self) -> set[tuple[int, ...]]:
+        """The shapes of inputs in which channels come before positions."""
+        return {shape for shape, dims in self.queries if dims[1:] == [["embed"], ["query"]]}
+
+    @property
+    def _embedded(self) -> frozenset[str]:
+        """Names of the inputs that an embedding reads as ids."""
+        recording = self.run.recording
+        ids = set()
+        for op in recording.ops:
+            if op.base_name == "embedding" and len(op.inputs) > 1:
+                ids.add(op.inputs[1].id)
+        return frozenset(named.name for named in recording.inputs if named.tensor.id in ids)
+
+    def _has_entries_of(self, source: Source) -> bool:
+        """Return whether the output has an entry for every token of a source, in the same layout."""
+        if source.positions is None or self.output.dim() <= max(source.axes):
+            return False
+        return all(self.output.shape[axis] == source.value.shape[axis] for axis in source.axes)
+
+    @cached_property
+    def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:
+        """The shape and the axes of the query of each attention."""
+        queries = []
+        for attention, names in self.run.attentions:
+            query = attention.stages.get("query")
+            if query is not None:
+                queries.append((query.shape, dims_of(names.of_stage("query"))))
+        return queries
+
+    def _is_one_sequence(self, matrix: Tensor) -> bool:
+        """Return whether a matrix is tokens by features without a batch: a matrix comes out, and no item is a row."""
+        if self.output.dim() != 2:
+            return False
+        for shape, dims in self.queries:
+            if len(shape) > 2 and shape[0] == len(matrix) and dims[0] == ["batch"]:
+                return False
+        return True
+
+    @property
+    def source(self) -> Source:
+        """The first argument with tokens. Raises `NotPossibleError` without one."""
+        if not self.sources:
+            raise NotPossibleError("no argument with tokens was found")
+        return self.sources[0]
+
+    @cached_property
+    def follows(self) -> bool:
+        """Whether the output has an entry for every token of the first source, in the same layout."""
+        return bool(self.sources) and self._has_entries_of(self.source)
+
+    @cached_property
+    def _largest(self) -> float:
+        """The largest finite number of the output, and at least 1e-6; 1 if none is finite."""
+        finite = self.output[self.output.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 1.0
+        return max(largest, 1e-6)
+
+    def _rounding(self, times: float = 1.0) -> float:
+        """Return the largest difference that rounding can explain: in no dtype is it a large part of the output."""
+        most = 1 / 64 if times == 1 else 1 / 8
+        relative = times * 16 * torch.finfo(self.output.dtype).eps
+        return min(relative, most) * self._largest
+
+    def differences(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
+        """Return the difference of each output token from another run, `batch position`; 0 within rounding.
+
+        `times` multiplies the tolerance for rounding; 0 compares bit for bit. Two NaNs are equal, and so are two
+        infinities of the same sign. Outputs of padded tokens are no outputs: their difference is 0. Raises
+        `RaisedError` if the shapes differ.
+        """
+        apart = self.differences_with_padding(output, base, times=times)
+        padded = self.padded
+        if padded is None or not self.follows or padded.shape != apart.shape:
+            return apart
+        return apart.masked_fill(padded.to(apart.device), 0.0)
+
+    def differences_with_padding(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
+        """Return what `differences` does, with the differences of padded tokens."""
+        base = self.output if base is None else base
+        if output.shape != base.shape:
+            raise RaisedError(f"expected output shape {list(base.shape)}, got {list(output.shape)}")
+        apart = _apart(output, base)
+        axes = self.source.axes if self.follows else [0]
+        apart = apart.movedim(axes, tuple(range(len(axes))))
+        if apart.dim() > len(axes):
+            apart = apart.flatten(len(axes)).amax(-1)
+        apart = apart.masked_fill(apart <= self._rounding(times), 0.0)
+        if not self.follows:
+            return apart[:, None]  # an entry for each batch item alone
+        return apart if len(axes) == 2 else apart[None]
+
+    def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
+        """Return the largest difference between two outputs, as `differences` measures it."""
+        return float(self.differences(output, base, times=times).max())
+
+    # -- effects of tokens --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def reach_in_bits(self) -> dict[int, Tensor]:
+        """Position of a token in the first batch item to the outputs that it changes, bit for bit, `batch position`.
+
+        Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
+        """
+        source = self.source
+        first_item = self.output
+        if self.follows and source.batch is not None:
+            first_item = self.output.narrow(source.batch, 0, 1)
+        if not first_item.isfinite().any():
+            raise NotPossibleError("the output of the first batch item has no finite number")
+        places = self._places_to_change()
+        if self.once:
+            return {}
+        outputs = {place: self.output_with(source.others(place)) for place in sorted(places)}
+        return {place: self.differences(output, times=0) for place, output in outputs.items()}
+
+    def _places_to_change(self) -> set[int]:
+        """Return a few positions of real tokens of the first batch item, the last one and one in the middle among them.
+
+        A token that a mask hides from every other query changes nothing, whatever the code does.
+        """
+        places = self._real_places()
+        if not places:
+            raise NotPossibleError("the first batch item is padding throughout")
+        seen = [place for place in places if place in self.seen_by_others]
+        if not seen:
+            seen = places
+        chosen = {seen[len(seen) // 2], places[-1]}
+        has_all_queries = any(sight.queries == self.source.length for sight in self.sights)
+        if self.padded is not None or not has_all_queries:
+            chosen.add(seen[0])  # without queries of all tokens, the others may be the last of a window
+        return chosen
+
+    def _real_places(self) -> list[int]:
+        """Return the positions of the first batch item that are no padding."""
+        if self.padded is None:
+            return list(range(self.source.length))
+        places: list[int] = (~self.padded[0]).nonzero().flatten().tolist()
+        return places
+
+    @cached_property
+    def seen_by_others(self) -> frozenset[int]:
+        """Positions in the first batch item that another real query sees in some attention.
+
+        All positions if no scores show it.
+        """
+        length = self.source.length
+        sights = [sight for sight in self.sights if sight.queries == length <= sight.keys]
+        if not sights:
+            return frozenset(range(length))
+        places: set[int] = set()
+        for sight in sights:
+            by_others = sight.seen[0] & (sight.distance != 0)  # query key
+            if self.padded is not None:
+                by_others = by_others[~self.padded[0]]
+            is_seen = by_others.any(0)[sight.first :][:length]
+            places.update(is_seen.nonzero().flatten().tolist())
+        return frozenset(places)
+
+    @property
+    def reach(self) -> dict[int, Tensor]:
+        """The same, without differences that rounding can explain."""
+        least = self._rounding()
+        return {place: apart.masked_fill(apart <= least, 0) for place, apart in self.reach_in_bits.items()}
+
+    @cached_property
+    def reach_of_others(self) -> dict[int, Tensor]:
+        """Index of a further source to the outputs that its middle token in the first batch item changes."""
+        outputs = {}
+        for place, source in enumerate(self.sources):
+            if place and len(source.axes) == 2:
+                outputs[place] = self.output_with(source.others(source.length // 2))
+        return {place: self.differences(output) for place, output in outputs.items()}
+
+
+def _apart(output: Tensor, base: Tensor) -> Tensor:
+    """Return the difference of two outputs number by number; infinite if one is NaN, and 0 if both are."""
+    left = output.float() if output.itemsize < 4 else output
+    right = base.float() if base.itemsize < 4 else base
+    is_equal = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    return apart.masked_fill_(is_equal, 0.0)
+
+
+def _output_of_tokens(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """Return the first output; where it is a matrix of all pairs of batch items, the first one of tokens."""
+    first = outputs[0]
+    if not _is_of_pairs(first, inputs):
+        return first
+    for output in outputs:
+        if output.dim() > 2:
+            return output
+    return first
+
+
+def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Return whether an output is a matrix of all pairs of batch items: `text image` for ids of texts and images."""
+    if len(inputs) < 2 or inputs[0].is_floating_point():
+        return False
+    return set(output.shape) == {len(inputs[0])}
+
+
+def _leaves_tokens(pads: Tensor) -> bool:
+    """Return whether the first batch item has a token that is no padding, of `batch position`."""
+    return not bool(pads[0].all())
+
+
+def _unseen(pads: Tensor, seen: Sequence[Tensor]) -> Tensor | None:
+    """Return padding, `batch position`, if no other token sees it in any attention; None if it is seen, or unknown."""
+    if not seen or any(_sees_padding(pairs, pads) for pairs in seen):
+        return None
+    return pads
+
+
+def _first_hidden(candidates: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor | None:
+    """Return the first tokens, `batch position`, that every attention hides from all others; None without such."""
+    if not seen:
+        return None
+    for pads in candidates:
+        if _leaves_tokens(pads) and all(_hides(pairs, pads) for pairs in seen):
+            return pads
+    return None
+
+
+def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
+    """Return whether a token that is no padding sees padding: `batch query key` and `batch position`."""
+    return bool((seen & _real_with_padding(pads)).any())
+
+
+def _real_with_padding(pads: Tensor) -> Tensor:
+    """Return `batch query key` from `batch position`: True for a query that is no padding and a key that is."""
+    return ~pads[:, :, None] & pads[:, None]
+
+
+def _hides(seen: Tensor, pads: Tensor) -> bool:
+    """Return whether no token that is no padding sees padding, and not because of the order of tokens alone.
+
+    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them. If
+    the marked tokens see each other and no other token, they are a document of their own.
+    """
+    is_real = ~pads[:, :, None]  # batch query 1
+    if not bool((seen & is_real).any()) or _sees_padding(seen, pads):
+        return False
+    sees_marked = bool((seen & pads[:, :, None] & pads[:, None]).any())
+    sees_others = bool((seen & pads[:, :, None] & ~pads[:, None]).any())
+    if sees_marked and not sees_others:
+        return False
+    past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
+    hidden = _real_with_padding(pads)
+    if not bool((seen & past.mT).any()):
+        # No token sees a later one: padding after a token is hidden without a mask of padding.
+        hidden = hidden & past
+    if bool(hidden.any()):
+        return True
+    of_past = pads[:, None] & past  # padding before a query, which may be padding too
+    return bool(of_past.any()) and not bool((seen & of_past).any())
+
+
+def evidence_of(
+    runner: Runner, subject: Subject, intent: Intent, *, once: bool, wider: NamedRun | None = None
+) -> Evidence:
+    """Run and record a subject; unless `once` is set or other ranks are needed, run it again to compare the results.
+
+    `wider` is a run of the same forward without sizes of 1.
+    """
+    arguments = Arguments(subject)
+    on_meta = _is_on_meta(subject)
+    prepared = runner.prepared(arguments.of_call({}))
+    run = prepared.recorded(keep=not on_meta)
+    _copy_written(run.recording)
+    once = once or needs_ranks(prepared.module, run.recording)
+    run = run.beside(wider or subject.wider_run(run))
+    again = None
+    if not once and not on_meta:
+        with suppress(Exception):  # user code may raise anything in a second run
+            if run.attentions:
+                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
+    return Evidence(
+        runner=runner,
+        subject=subject,
+        intent=intent,
+        arguments=arguments,
+        run=run,
+        arguments_after=(prepared.args, prepared.kwargs),
+        on_meta=on_meta,
+        once=once,
+        again=again,
+    )
+
+
+def _is_on_meta(subject: Subject) -> bool:
+    """Return whether a parameter or an argument has a shape but no numbers."""
+    if any(parameter.is_meta for parameter in subject.module.parameters()):
+        return True
+    return any(tensor.is_meta for _, tensor in tensors_in((subject.args, subject.kwargs)))
+
+
+def _copy_written(recording: Recording) -> None:
+    """Copy the kept tensors in memory that the module keeps and a run writes, e.g. a cache: other runs write it too."""
+    written = _written_from_outside(recording)
+    if not written:
+        return
+    for number in _in_storages(recording, written):
+        if number in recording.values:
+            recording.values[number] = recording.values[number].clone()
+
+
+def _written_from_outside(recording: Recording) -> set[int]:
+    """Return the storages that no operation of the run made and that one of them writes."""
+    outside: set[int] = set()
+    written: set[int] = set()
+    for op in recording.ops:
+        outside.update(tensor.storage for tensor in op.inputs if recording.producer(tensor) is None)
+        if op.kind == "write" and op.outputs:
+            written.add(op.output.storage)
+    return outside & written
+
+
+def _in_storages(recording: Recording, storages: set[int]) -> set[int]:
+    """Return the ids of the tensors of all operations that lie in these storages."""
+    ids: set[int] = set()
+    for op in recording.ops:
+        for tensor in (*op.inputs, *op.outputs):
+            if tensor.storage in storages:
+                ids.add(tensor.id)
+    return ids
+
+
+@contextmanager
+def _errors_of_forward() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # user code may raise anything on an input that we made up
+        raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
+
+
+def _outputs(returned: Any) -> list[Tensor]:
+    """Return the floating-point tensors that a forward returned; scalars (e.g. a loss) come last, as `[1]`."""
+    tensors: list[Tensor] = []
+    scalars: list[Tensor] = []
+    for _, value in tensors_in(returned):
+        tensor = dense(value.detach())
+        if not tensor.numel():
+            continue
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if not tensor.is_floating_point():
+            continue
+        # Few operations accept one-byte floats.
+        numbers = tensor.float() if tensor.itemsize == 1 else tensor
+        if numbers.dim():
+            tensors.append(numbers)
+        else:
+            scalars.append(numbers.reshape(1))
+    if tensors or scalars:
+        return [*tensors, *scalars]
+    if hasattr(returned, "to_tuple"):
+        return _outputs(returned.to_tuple())
+    raise NotPossibleError("the forward returns no tensor of numbers")

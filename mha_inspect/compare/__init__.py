@@ -1,0 +1,1 @@
+"""Compare two runs of attention, and say where and why they differ."""

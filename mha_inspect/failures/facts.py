@@ -1,0 +1,475 @@
+"""The facts of a failing call from which its cause is found: operands, their roles, and sizes that clash."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import text
+from ..naming.pattern import dims_of
+from ..record.ops import Recording, TensorRef
+from ..record.ranks import local, piece_of
+from ..record.recorder import Recorder
+from ..reports.trace import FailedOperand
+from ..running.subject import Run
+from .call import Call, Site, tensors_of, written
+from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, behind_of, reach
+
+HEADS = ("heads", "kv_heads")
+SEQUENCES = ("query", "key", "sequence")
+BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
+"""Calls that broadcast their operands, by name without underscores."""
+VIEWS = ("view", "reshape", "unflatten")
+"""Calls that split or merge dimensions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand(FailedOperand):
+    """One tensor argument of the failing call, with its properties. It references the tensor."""
+
+    variable: str
+    """The variable it comes from: `k` for `k.transpose(-2, -1)`; its name if there is no variable."""
+    given: Given
+    part: str
+    """Its role in the attention: `query`, `key`, `value`, `weights`; empty if unknown."""
+    from_scores: bool
+    """Whether it is computed from the scores."""
+    is_table: bool
+    """Whether it is computed from parameters or buffers alone."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter of a module."""
+        return isinstance(self.given.value, nn.Parameter)
+
+    @property
+    def dims(self) -> list[list[str]]:
+        """The axis names of each dimension; a size stands for an unnamed axis."""
+        return dims_of(self.axes)
+
+    @property
+    def is_shape(self) -> str:
+        """`q is [2, 8, 5, 64]`."""
+        return f"{self.name} is {text.shape(self.shape)}"
+
+    @property
+    def text(self) -> str:
+        """`q is [2, 8, 5, 64] batch heads query head_dim`; without axes if none has a name."""
+        names = chain.from_iterable(self.dims)
+        if all(name.isdigit() for name in names):
+            return self.is_shape
+        return f"{self.is_shape} {self.axes}"
+
+    def place(self, *names: str) -> int | None:
+        """Return the first dimension that contains one of these axes; None if there is none."""
+        for place, dim in enumerate(self.dims):
+            if not set(names).isdisjoint(dim):
+                return place
+        return None
+
+    def size(self, *names: str) -> int:
+        """Return the size of the first dimension that is exactly one of these axes; 0 if there is none."""
+        for size, dim in zip(self.shape, self.dims, strict=True):
+            if len(dim) == 1 and dim[0] in names:
+                return size
+        return 0
+
+    def axis(self, place: int) -> str:
+        """Return name and size of a dimension: `head_dim 64`; only the size if it has no name."""
+        size = self.shape[place]
+        dim = self.dims[place]
+        if len(dim) != 1:
+            return f"({' '.join(dim)}) {size}"
+        name = dim[0]
+        if name.isdigit():
+            return str(size)
+        return f"{name} {size}"
+
+    @property
+    def heads_are_behind(self) -> bool:
+        """Whether the heads come after the sequence."""
+        heads = self.place(*HEADS)
+        sequence = self.place(*SEQUENCES)
+        if heads is None or sequence is None:
+            return False
+        return len(self.shape) >= 4 and sequence < heads
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """A tensor that the user's line gives a module."""
+
+    name: str
+    """Its source code: `attention_mask`."""
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A failing call and its operands. It references tensors, so it must not outlive the error."""
+
+    error: str
+    message: str
+    call: Call
+    operands: tuple[Operand, ...]
+    reached: Reached
+    variables: Mapping[int, str]
+    """TensorRef id to variable name in user code."""
+    missing: tuple[str, ...] = ()
+    """Arguments of the user's function that are None where the failing expression uses them."""
+    unpacks_shape: bool = False
+    """Whether the failing line reads a shape."""
+    line: str = ""
+    """The line of user code that failed."""
+    called: tuple[str, ...] = ()
+    """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
+    passed: Mapping[str, Passed] = field(default_factory=dict)
+    """The tensors that the line gives that module, by argument."""
+    cut: Mapping[int, int] = field(default_factory=dict)
+    """Rows of the weights of the module on this rank to those on all ranks, where they are cut."""
+
+    @property
+    def base(self) -> str:
+        """Name of the call without namespace and underscores: `matmul`; empty without a call."""
+        return self.call.base
+
+    @property
+    def attention(self) -> nn.MultiheadAttention | None:
+        """The called nn.MultiheadAttention; None for other calls."""
+        if isinstance(self.call.layer, nn.MultiheadAttention):
+            return self.call.layer
+        return None
+
+    def given(self, *roles: str) -> Operand | None:
+        """Return the first operand with one of these roles; None if there is none."""
+        for operand in self.operands:
+            if operand.role in roles:
+                return operand
+        return None
+
+    @property
+    def pair(self) -> tuple[Operand, Operand] | None:
+        """The left and right factor of a product; None for other calls."""
+        if self.base not in PRODUCTS or len(self.operands) < 2:
+            return None
+        left, right = self.operands[-2:]
+        return left, right
+
+    @property
+    def factors(self) -> list[Operand]:
+        """The operands that are queries, keys or values."""
+        return [operand for operand in self.operands if operand.part not in ("", "weights")]
+
+    @property
+    def mask_and_scores(self) -> tuple[Operand, Operand] | None:
+        """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
+        if self.base not in BROADCASTS:
+            return None
+        scores = [operand for operand in self.operands if operand.from_scores]
+        if not scores:
+            return None
+        for operand in self.operands:
+            if operand.from_scores or not operand.shape:
+                continue
+            sources = behind_of(self.reached.graph, operand.given.tensor)
+            if not any(map(self.reached.graph.is_weight, sources)):
+                return operand, scores[0]
+        return None
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Whether the error is about dtypes, and the operands have several."""
+        if "boolean mask" in self.message:
+            return False
+        dtypes = {operand.dtype for operand in self.operands}
+        return len(dtypes) > 1 and self._mentions("dtype", "scalar type", "data type")
+
+    @property
+    def mixes_devices(self) -> bool:
+        """Whether the error is about devices, and the operands have several."""
+        devices = {operand.device for operand in self.operands}
+        return len(devices) > 1 and self._mentions("device")
+
+    @property
+    def sizes_clash(self) -> bool:
+        """Whether shapes clash; other errors show nothing about shapes."""
+        if self.pair is None:
+            return self._mentions("size", "shape", "subscript", "dimension")
+        left = self.pair[0].shape
+        right = self.pair[1].shape
+        if len(left) < 2 or len(right) < 2:
+            return True
+        if self.base == "bmm" and (len(left) != 3 or len(right) != 3):
+            return True
+        if left[-1] != right[-2]:
+            return True
+        return first_clash(left[:-2], right[:-2]) is not None
+
+    def _mentions(self, *words: str) -> bool:
+        """Return whether one of these words is in the message of the error."""
+        return any(word in self.message for word in words)
+
+    @property
+    def sizes_of_view(self) -> tuple[int, ...]:
+        """The requested shape of a view; empty if unknown."""
+        sizes = tuple(_numbers_in(self.call.args))
+        if self.base != "unflatten" or not sizes or not self.operands:
+            return sizes
+        shape = self.operands[0].shape
+        place = sizes[0] % max(len(shape), 1)
+        return (*shape[:place], *sizes[1:], *shape[place + 1 :])
+
+    def of_part(self, *parts: str) -> Operand | None:
+        """Return the first operand with one of these roles in the attention; None if there is none."""
+        for operand in self.operands:
+            if operand.part in parts:
+                return operand
+        return None
+
+
+def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
+    """Return the facts of a failing call; if the call is unknown, those of its operands."""
+    tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
+    names = _Names.of(run, site, recorder)
+    reached = reach(run, call or Call(), tensors if call is not None else ())
+    numbers = [f"operand {number}" for number, _ in enumerate(tensors, 1)]
+    sources = site.operands if call is not None and len(site.operands) == len(tensors) else numbers
+    operands = []
+    for given, source in zip(tensors, sources, strict=True):
+        operands.append(_operand_of(given, source, reached, names))
+    return Facts(
+        error=error,
+        message=message,
+        call=call or Call(),
+        operands=tuple(operands),
+        reached=reached,
+        variables=names.variables,
+        missing=site.missing,
+        unpacks_shape=re.search(r"\.(shape|size\()", site.line) is not None,
+        line=site.line if site.by_user else "",
+        called=site.called,
+        passed=_passed(site, recorder, names),
+        cut=_rows_cut(site.module),
+    )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of tensors where the line stands that failed."""
+
+    recording: Recording
+    variables: Mapping[int, str]
+    """TensorRef id to variable of the user's frame."""
+    names: Mapping[int, str]
+    """TensorRef id to variable, or else to the path of a parameter or buffer, or to an attribute of the module."""
+    path: str
+    """The module of the line."""
+
+    @classmethod
+    def of(cls, run: Run, site: Site, recorder: Recorder) -> _Names:
+        """Return the names of a line; of several variables for one tensor the first counts."""
+        recording = run.recording
+        names: dict[int, str] = {}
+        for name, value in getattr(site.module, "__dict__", {}).items():
+            if isinstance(value, Tensor):
+                names[recorder.identify(value).id] = name
+        for named in (*recording.parameters, *recording.buffers):
+            names[named.tensor.id] = named.name
+        variables: dict[int, str] = {}
+        for name, value in site.variables.items():
+            variables.setdefault(recorder.identify(value).id, name)
+        return cls(
+            recording=recording,
+            variables=variables,
+            names={**names, **variables},
+            path=recorder.path_of(site.module),
+        )
+
+    def written(self, tensor: TensorRef) -> str:
+        """Return source code for a tensor; empty if unknown."""
+        return written(self.recording, tensor, self.names, self.path)
+
+
+def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> Operand:
+    """Return an argument of the failing call with its properties; `source` is what it is called without a name."""
+    tensor = given.tensor
+    name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
+    return Operand(
+        role=given.role,
+        name=name,
+        variable=_variable_of(tensor, reached, names) or name,
+        given=given,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        device=str(given.value.device),
+        axes=reached.of(tensor),
+        part=reached.roles.get(tensor.id, ""),
+        from_scores=reached.is_of_scores(tensor),
+        is_table=reached.is_table(tensor),
+    )
+
+
+def _stage_of(tensor: TensorRef, reached: Reached) -> str:
+    """Return the stage that a tensor is: `scores`; empty for others."""
+    for stage, reference in reached.stages.items():
+        if reference.id == tensor.id:
+            return stage
+    return ""
+
+
+def _variable_of(tensor: TensorRef, reached: Reached, names: _Names) -> str:
+    """Return the variable of a tensor, or of the one before its last reshape or scaling: `k` of `k.mT`; else empty."""
+    for step, _ in islice(reached.steps_back(tensor), 2):
+        variable = names.variables.get(step.id, "")
+        if variable:
+            return variable
+    return ""
+
+
+def _passed(site: Site, recorder: Recorder, names: _Names) -> dict[str, Passed]:
+    """Return the tensors that the line gives a module, by argument."""
+    passed = {}
+    for argument, value in site.given.items():
+        name = names.written(recorder.identify(value))
+        passed[argument] = Passed(name or argument, value)
+    return passed
+
+
+def _rows_cut(module: object) -> dict[int, int]:
+    """Return the rows of the weights of a module on this rank, with those on all ranks, where they are cut."""
+    if not isinstance(module, nn.Module):
+        return {}
+    cut: dict[int, int] = {}
+    for weight in module.parameters():
+        piece = piece_of(weight)
+        if piece is None:
+            continue
+        rows = local(weight).shape[:1]
+        whole = piece.whole[:1]
+        if rows != whole:
+            cut[rows[0]] = whole[0]
+    return cut
+
+
+def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
+    """Return the last dimension, counted from -1, in which two shapes cannot be broadcast; None if they can."""
+    common = min(len(left), len(right))
+    for back in range(1, common + 1):
+        sizes = {left[-back], right[-back]}
+        if len(sizes) == 2 and 1 not in sizes:
+            return -back
+    return None
+
+
+def _numbers_in(settings: Any) -> Iterator[int]:
+    for value in settings:
+        if isinstance(value, (tuple, list)):
+            yield from _numbers_in(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value
+
+
+def clash(facts: Facts) -> str:
+    """Return in words what does not fit in the call, with the real numbers; empty if everything fits."""
+    if facts.mixes_devices:
+        devices = [f"{operand.name} is {operand.device}" for operand in facts.operands]
+        return f"{', '.join(devices)}: all tensors of a call must be on one device."
+    if facts.mixes_dtypes:
+        dtypes = [f"{operand.name} is {operand.dtype}" for operand in facts.operands if _is_factor(operand)]
+        return f"{', '.join(dtypes)}: all factors of a product must have one dtype."
+    if facts.pair is not None:
+        return _of_product(*facts.pair)
+    if facts.base in (SDPA, *LAYERS, "einsum"):
+        texts = _each_once(facts.operands)
+        return f"{'; '.join(texts)}."
+    if facts.base in VIEWS and facts.operands:
+        return _of_view(facts)
+    if len(facts.operands) >= 2:
+        return _of_two(facts.base, *facts.operands[:2])
+    return ""
+
+
+def _of_two(base: str, first: Operand, second: Operand) -> str:
+    """Return what does not fit in a call that broadcasts, or in a linear layer; empty for other calls."""
+    if base == "linear":
+        return _of_linear(first, second)
+    if base not in BROADCASTS:
+        return ""
+    place = first_clash(first.shape, second.shape)
+    if place is None:
+        return ""
+    return f"{first.text}, {second.text}. {_clashes(first, second, place)}"
+
+
+def _is_factor(operand: Operand) -> bool:
+    """Return whether the dtype of an operand must be that of the others: numbers, but no bias."""
+    if operand.role == "bias":
+        return False
+    return operand.role == "input" or operand.given.value.is_floating_point()
+
+
+def _of_product(left: Operand, right: Operand) -> str:
+    """Return what does not fit in `left @ right`: the dimensions that are summed over, or those of the batch."""
+    start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
+    if len(left.shape) < 2 or len(right.shape) < 2:
+        return start
+    if left.shape[-1] != right.shape[-2]:
+        return f"{start} The product sums over dimensions that differ: {left.axis(-1)} and {right.axis(-2)}."
+    place = first_clash(left.shape[:-2], right.shape[:-2])
+    return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
+
+
+def _of_linear(x: Operand, weight: Operand) -> str:
+    """Return what does not fit in a linear layer; empty if its input has the features of the weight."""
+    if x.role != "input" or not x.shape:
+        return ""
+    features = weight.shape[-1]
+    if x.shape[-1] == features:
+        return ""
+    return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {features} features."
+
+
+def _clashes(left: Operand, right: Operand, place: int) -> str:
+    rank = max(len(left.shape), len(right.shape))
+    return f"Dimension {rank + place} clashes: {left.axis(place)} against {right.axis(place)}."
+
+
+def _each_once(operands: Sequence[Operand]) -> Iterator[str]:
+    """Yield the text of each tensor once, even if it was passed several times."""
+    by_tensor: dict[int, list[Operand]] = defaultdict(list)
+    for operand in operands:
+        by_tensor[operand.given.tensor.id].append(operand)
+    for same in by_tensor.values():
+        first = same[0]
+        roles = [operand.role for operand in same if operand.role not in ("", operand.name)]
+        if len(same) > 1 and roles:
+            yield f"{first.text} (as {', '.join(roles)})"
+        else:
+            yield first.text
+
+
+def _of_view(facts: Facts) -> str:
+    """Return what does not fit in a view: its elements in memory, or the number of its elements."""
+    x = facts.operands[0]
+    sizes = facts.sizes_of_view
+    if not sizes or "stride" in facts.message:
+        if x.given.value.is_contiguous():
+            return f"{x.text}."
+        return f"{x.text}, not contiguous in memory."
+    elements = prod(x.shape)
+    wanted = prod(size for size in sizes if size != -1)
+    start = f"{x.text}, {elements} elements; {text.shape(sizes)}"
+    if -1 not in sizes:
+        if elements == wanted:
+            return ""
+        return f"{start} has {wanted}."
+    if wanted != 0 and elements % wanted == 0:
+        return ""
+    return f"{start} needs a multiple of {wanted}."
