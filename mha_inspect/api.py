@@ -10,7 +10,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -30,6 +30,9 @@ from .reports.params import ParamsReport
 from .reports.trace import Failure
 from .running.subject import Run, Subject
 from .text import shown
+
+if TYPE_CHECKING:
+    from .failures.call import CallWatch
 
 
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
@@ -290,10 +293,13 @@ def require_module(value: object, asked: str) -> nn.Module:
 
 
 def _add_cause(error: Exception, failure: Failure) -> None:
-    """Add the cause of a failure, if one was found, to its error: Python prints it below the traceback."""
-    cause = failure.cause
-    if cause is not None:
-        error.add_note(f"mha-inspect: {' '.join(filter(None, (cause.explanation, cause.fix)))}")
+    """Add the cause of a failure to its error, or else what it was called with: Python prints it below the traceback."""
+    said = [] if failure.cause is None else [failure.cause.explanation, failure.cause.fix]
+    if failure.cause is None:
+        for operand in failure.operands:
+            said.append(f"{operand.name} {list(operand.shape)} is {operand.axes}.")
+    if said:
+        error.add_note(f"mha-inspect: {' '.join(filter(None, said))}")
 
 
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`
@@ -313,6 +319,8 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder = XRay(keep=keep)
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
+        self._watch: CallWatch | None = None
+        """Knows the torch call that raised; None where the block runs as it is."""
         self._kept: Sequence[Kept] = ()
 
     def __enter__(self) -> recording:
@@ -328,7 +336,8 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             from .failures.report import describe_failure
 
             with suppress(Exception):  # the block's own error matters more
-                self._failed = describe_failure(error, self._ran.recording, self._recorder, in_block=True)
+                ran = self._ran.recording
+                self._failed = describe_failure(error, ran, self._recorder, watch=self._watch, in_block=True)
                 _add_cause(error, self._failed[0])
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
@@ -359,5 +368,21 @@ class explain(recording):  # noqa: N801 - used as `with explain()`
         with mha_inspect.explain():
             model(x)
 
-    The error is the block's own. Without an error nothing is said; the block runs once, with the same results.
+    The error is the block's own, and without one nothing is said. The block runs once. While torch's calls are watched,
+    torch does not take its fast path for whole layers.
     """
+
+    def __enter__(self) -> explain:
+        from .failures.call import CallWatch
+
+        self._recorder.start(sys._getframe(1))
+        self._watch = CallWatch()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._watch is not None
+        self._watch.__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)
