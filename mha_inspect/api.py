@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -293,7 +293,7 @@ def require_module(value: object, asked: str) -> nn.Module:
 
 
 def _add_cause(error: Exception, failure: Failure) -> None:
-    """Add the cause of a failure to its error, or else what it was called with: Python prints it below the traceback."""
+    """Add the cause of a failure to its error, or else what was called: Python prints it below the traceback."""
     said = [] if failure.cause is None else [failure.cause.explanation, failure.cause.fix]
     if failure.cause is None:
         for operand in failure.operands:
@@ -377,12 +377,12 @@ class explain(recording):  # noqa: N801 - used as `with explain()`
 
         self._recorder.start(sys._getframe(1))
         self._watch = CallWatch()
-        self._watch.__enter__()
+        self._watching = ExitStack()
+        self._watching.enter_context(self._watch)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._watch is not None
-        self._watch.__exit__(kind, error, traceback)
+        self._watching.close()
         super().__exit__(kind, error, traceback)
