@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..graph.dataflow import Graph
-from ..record.ops import Op, TensorRef
-from .facts import BROADCASTS, Facts, Operand
-from .reached import SDPA, behind_of
-from .suspect import Shape, Suspect
-from .tried import Fix, of_shape
+from ...graph.dataflow import Graph
+from ...record.ops import Op, TensorRef
+from ..edit import Change, Edit
+from ..facts import BROADCASTS, Facts, Operand, Shape
+from ..reached import SDPA, behind_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class _View:
         return self.heads * self.head_dim
 
 
-def split_positions(facts: Facts) -> Suspect | None:
+def split_positions(facts: Facts) -> Edit | None:
     """Return the view that explains the sizes which clash in the failing call; None if there is none."""
     for view in _views(facts.reached.graph):
         for operand in _operands_behind(facts, view):
@@ -50,7 +49,7 @@ def split_positions(facts: Facts) -> Suspect | None:
     return None
 
 
-def _suspect(facts: Facts, view: _View, operand: Operand, right_shape: Shape) -> Suspect:
+def _suspect(facts: Facts, view: _View, operand: Operand, right_shape: Shape) -> Edit:
     name = _name_of_source(facts, view)
     what = (
         f"{name} has {view.tokens} tokens of {view.width} features, and the view at {view.op.source} makes "
@@ -58,14 +57,10 @@ def _suspect(facts: Facts, view: _View, operand: Operand, right_shape: Shape) ->
         f"{view.split_width} features."
     )
     if not _divides_width(view, _features_expected(facts, operand)):
-        return Suspect("wrong_head_dim", what)
+        return Edit("wrong_head_dim", what)
     head_dim = view.width // view.heads
-    fix = Fix.editing(
-        operand,
-        of_shape(right_shape),
-        f"use head_dim {head_dim} in that view ({view.heads} heads, width {view.width})",
-    )
-    return Suspect("wrong_head_dim", what, (fix,))
+    way = f"use head_dim {head_dim} in that view ({view.heads} heads, width {view.width})"
+    return Edit("wrong_head_dim", what, (Change(operand, (("new_zeros", right_shape),)),), way)
 
 
 def _name_of_source(facts: Facts, view: _View) -> str:
