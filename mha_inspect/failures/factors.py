@@ -245,9 +245,8 @@ def _with_group(left: Operand, right: Operand) -> Iterator[Edit]:
     heads = right.place(*HEADS)
     if heads is None:
         return
-    what = (
-        f"{left.name} has groups of query heads, {text.shape(left.shape)}; {right.name} has no dimension for the group"
-    )
+    groups = f"{left.name} has groups of query heads, {text.shape(left.shape)}"
+    what = f"{groups}; {right.name} has no dimension for the group, {text.shape(right.shape)}."
     change = Change(right, (("unsqueeze", heads + 1),))
     code = f"{right.variable}.unsqueeze({heads + 1})"
     way = f"use {code} on keys and values: one key head for each group of query heads"

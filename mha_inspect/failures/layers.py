@@ -178,7 +178,7 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
             what = f"{x.name} still has {heads} heads of {head_dim}"
             if x.place(*HEADS) is None:
                 what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}"
-            what = f"{what}; {misfit.name} takes them side by side, {heads}·{head_dim} = {takes}."
+            what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
             yield Edit("heads_not_joined", what, (Change(x, steps),) if steps else (), note=note)
     if is_norm:
         return
@@ -188,7 +188,7 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         yield Edit("weight_not_transposed", what, (Change(weight, (("transpose", 0, 1),)),), way)
     if len(x.shape) > 2 and x.shape[:-1].count(takes) == 1:
         place = x.shape.index(takes)
-        what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} takes them last."
+        what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} expects them last."
         yield Edit("features_not_last", what, (Change(x, (("transpose", place, -1),)),), cost=2)
 
 
@@ -235,7 +235,7 @@ def _of_width(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
     if is_norm and facts.base != "layer_norm":
         return
     width = x.shape[-1]
-    what = f"{x.name} has {width} features; {misfit.name} takes {takes}."
+    what = f"{x.name} has {width} features; {misfit.name} expects {takes}."
     if not _keeps_tokens(facts, x):
         # After a wrong view or a forgotten step, the width is not what is wrong.
         yield Edit("wrong_width", what, cost=9)

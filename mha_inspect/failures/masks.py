@@ -136,10 +136,9 @@ def _with_axes(masking: _Masking, cause: str) -> Iterator[Edit]:
             continue
         seen.add(with_axes)
         lacks = "an axis" if missing == 1 else f"{missing} axes"
-        at = f"dimension {place}"
         if masking.operand is not None:
-            at = masking.operand.axis(place)
-        what = f"{mask.is_shape}, and the scores are {text.shape(scores)}: {mask.name} lacks {lacks}, from {at} on."
+            lacks = f"an axis for {text.listed([masking.operand.axis(at) for at in range(place, place + missing)])}"
+        what = f"{mask.is_shape}, and the scores are {text.shape(scores)}: {mask.name} lacks {lacks}."
         index = (*[_WHOLE] * place, *[None] * missing)
         note = f"for {text.shape(scores)}"
         yield masking.edit(cause, what, ("__getitem__", index), cost=1, note=note)
@@ -178,7 +177,7 @@ def _sizes(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     anew = ("new_zeros", (*mask.shape[:-2], *([1 if rows == 1 else query] if len(mask.shape) > 1 else []), key))
     if columns > key and source.has_size(columns) and not source.has_size(key):
         # The module has cut, pooled or projected the keys, and the mask is for those before.
-        yield Edit("mask_size", f"{what} It is for the keys before they were cut or projected.", cost=9)
+        yield Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
     elif query != key and columns == query:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
         of_keys = f"give a mask of the {key} keys of this product, which come from {source.name}"

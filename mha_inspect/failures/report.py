@@ -107,7 +107,7 @@ def describe_failure(
             source=site.source,
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
-            clash=site.compared if call is None else clash(facts),
+            clash=site.asserted if call is None else clash(facts),
             cause=find_cause(facts, guesses),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),

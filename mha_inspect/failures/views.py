@@ -7,12 +7,10 @@ from math import prod
 from typing import Any
 
 from .. import text
+from ..running.asserted import divided
 from .edit import Change, Edit
 from .factors import SAME_BATCH, with_size
 from .facts import VIEWS, Facts, Operand, Shape
-
-_MOST_COUNTS = 64
-"""The largest number that is listed among those that divide a width."""
 
 
 def edits_of_views(facts: Facts) -> Iterator[Edit]:
@@ -112,12 +110,6 @@ def uneven(width: int, heads: int, asked: str = "") -> Edit:
         asked = f"{width} / {heads} = {width / heads:.4g}" if heads else "use at least 1"
     what = f"Width {width} cannot be split into {heads} heads: {asked}."
     return Edit("heads_do_not_divide", what, way=f"use a head count that divides {divided(width)}")
-
-
-def divided(width: int) -> str:
-    """Return a width with the numbers that divide it: `12: 1, 2, 3, 4, 6, 12`."""
-    counts = ", ".join(str(count) for count in range(1, min(width, _MOST_COUNTS) + 1) if width % count == 0)
-    return f"{width} (up to {_MOST_COUNTS}): {counts}" if width > _MOST_COUNTS else f"{width}: {counts}"
 
 
 def _size_twice(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:

@@ -679,20 +679,20 @@ def asserts(name: str, *clash: str) -> Callable[[Callable[[Any, Tensor, Tensor],
     return decorate
 
 
-@asserts("sizes", "mask.size(1) is 11", "length is 12")
+@asserts("sizes", "mask is [3, 11]", "length is 12")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     batch, length, _ = x.shape
     assert mask.size(0) == batch
     assert mask.size(1) == length
 
 
-@asserts("shapes", "mask.shape is [3, 11]", "[3, 12]")
+@asserts("shapes", "mask is [3, 11]", "batch is 3", "length is 12")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     batch, length, _ = x.shape
     assert mask.shape == (batch, length), "the mask must be batch key"
 
 
-@asserts("a remainder", "width % 3 is 2", "0")
+@asserts("a remainder", "width is 32", "32 / 3 = 10.67")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     width = x.shape[-1]
     assert width % 3 == 0
