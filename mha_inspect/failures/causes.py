@@ -20,7 +20,7 @@ from .facts import Facts, Operand
 from .layers import edits_of_features, edits_of_sequences
 from .masks import edits_of_masks
 from .meeting import conflicts
-from .values import edits_of_dtypes, edits_of_numbers, edits_of_tables
+from .values import edits_of_dtypes, edits_of_joins, edits_of_numbers, edits_of_tables
 from .views import edits_of_views
 
 CAUSES = (
@@ -47,6 +47,7 @@ CAUSES = (
     "mask_size",
     "heads_not_split",
     "key_not_transposed",
+    "value_transposed",
     "heads_not_repeated",
     "heads_differ",
     "head_dim_differs",
@@ -60,6 +61,7 @@ CAUSES = (
     "view_sizes",
     "unequal_parts",
     "output_rows",
+    "joined_along_another",
 )
 """The name of each cause."""
 
@@ -84,6 +86,7 @@ _EDITS: tuple[Callable[[Facts], Iterator[Edit]], ...] = (
     edits_of_features,
     edits_of_factors,
     edits_of_views,
+    edits_of_joins,
 )
 """The grammar: what the operands of a call may be made into, each limited to their roles."""
 

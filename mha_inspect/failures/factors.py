@@ -26,7 +26,9 @@ def edits_of_factors(facts: Facts) -> Iterator[Edit]:
     if not facts.factors or not facts.sizes_clash:
         return
     yield from _heads_first(facts)
+    yield from _of_equation(facts)
     yield from _key_turned(facts)
+    yield from _value_turned(facts)
     yield from _split_too(facts)
     for clash in clashes(facts):
         if not clash.left.part or not clash.right.part:
@@ -117,23 +119,50 @@ def _key_turned(facts: Facts) -> Iterator[Edit]:
         yield Edit("key_not_transposed", what, (change,), way)
 
 
+def _value_turned(facts: Facts) -> Iterator[Edit]:
+    """Put the positions of values before their features, where weights are multiplied with them."""
+    value = None if facts.pair is None else facts.pair[1]
+    if value is None or value.part != "value" or value.place(*SEQUENCES) != len(value.shape) - 1:
+        return
+    what = f"{value.name} ends in {value.axis(-2)} and {value.axis(-1)}; weights · v needs {value.axis(-1)} first."
+    written = value.variable if value.variable != value.name else Change(value, (SWAP,)).code
+    yield Edit("value_transposed", what, (Change(value, (SWAP,)),), f"multiply by {written}")
+
+
+def _of_equation(facts: Facts) -> Iterator[Edit]:
+    """Exchange heads and sequence of a factor that an einsum reads in another order."""
+    if facts.base != "einsum":
+        return
+    for operand in facts.factors:
+        if len(operand.shape) >= 4 and not operand.heads_are_behind:
+            what = f"{operand.text}; the equation {facts.call.args[0]!r} reads them in another order."
+            change = Change(operand, (("transpose", 1, 2),))
+            yield Edit("heads_not_transposed", what, (change,), note="if the equation is right", cost=3)
+
+
 def _split_too(facts: Facts) -> Iterator[Edit]:
-    """Split a factor `batch sequence (heads head_dim)` beside one that is split into heads."""
-    split = next((operand for operand in facts.factors if operand.place(*HEADS) is not None), None)
+    """Split the factors `batch sequence (heads head_dim)` beside one that is split into heads."""
+    of_attention = [operand for operand in facts.operands if operand.part]
+    split = next((operand for operand in of_attention if operand.size(*HEADS)), None)
     if split is None or len(split.shape) < 4:
         return
-    heads, head_dim = split.size(*HEADS), split.size("head_dim")
-    for whole in facts.factors:
-        if len(whole.shape) != 3 or whole.place(*HEADS) is not None:
+    heads = split.size(*HEADS)
+    changes = []
+    for whole in of_attention:
+        if len(whole.shape) != 3 or whole.size(*HEADS):
             continue
-        if not heads or heads * head_dim not in whole.shape[1:]:
-            continue
-        what = f"{split.name} is split into {heads} heads; {whole.name} is not."
-        steps = (("unflatten", -1, (heads, head_dim)), ("transpose", 1, 2))
-        change = Change(whole, steps, inside=whole.shape[-1] != heads * head_dim)
-        way = f"split {whole.variable} too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2)"
-        yield Edit("heads_not_split", what, (change,), way)
+        width = heads * split.size("head_dim") or whole.shape[-1]
+        if width in whole.shape[1:] and width % heads == 0:
+            steps = (("unflatten", -1, (heads, width // heads)), ("transpose", 1, 2))
+            changes.append(Change(whole, steps, inside=whole.shape[-1] != width))
+    if not changes:
         return
+    names = [change.operand.variable for change in changes]
+    verb = "is" if len(names) == 1 else "are"
+    not_split = text.listed([change.operand.name for change in changes])
+    what = f"{split.name} is split into {heads} heads; {not_split} {verb} not."
+    way = f"split {text.listed(names)} too: .view(batch, length, {heads}, {changes[0].steps[0][2][1]}).transpose(1, 2)"
+    yield Edit("heads_not_split", what, changes, way)
 
 
 # -- numbers of heads -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
+_TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
 LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
 VIEWS = ("view", "reshape", "unflatten")
@@ -181,7 +182,7 @@ class Facts:
 
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
-        """The mask (made of no parameter) and the scores, if the call broadcasts them; else None."""
+        """The mask, or a table of pairs, and the scores, if the call broadcasts them; else None."""
         if self.base not in BROADCASTS:
             return None
         scores = [operand for operand in self.operands if operand.from_scores]
@@ -190,7 +191,10 @@ class Facts:
         for operand in self.operands:
             if operand.from_scores or not operand.shape:
                 continue
-            if not operand.is_learned:
+            # What scales scores is no mask if it is as long as something else.
+            scales = self.base not in _TAKE_MASKS and len(operand.shape) < 2
+            is_of_pairs = not operand.is_learned or (operand.is_table and len(operand.shape) > 1)
+            if is_of_pairs and not scales:
                 return operand, scores[0]
         return None
 

@@ -101,10 +101,13 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     if shape == (first, first) and len(scores) > 2 and first not in (query, key):
         yield _of_the_batch(facts, masking)
     what = f"{mask.is_shape}, and the scores are {text.shape(scores)}."
-    yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis")
+    missing = len(scores) - len(shape)
+    yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis", missing)
     if len(scores) == 4 and shape == (first * scores[1], query, key):
         note = "to give the heads their own dimension"
         yield masking.edit("mask_rank", what, ("view", *scores), cost=1, note=note)
+    if len(scores) == 4 and shape == (query, key, scores[1]):
+        yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
     if len(scores) == 4 and shape == (key, first):
         steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
         yield masking.edit("mask_rank", what, *steps, cost=2)
@@ -123,10 +126,9 @@ def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:
     return Edit("batch_and_sequence_swapped", f"{what} {disagree}", changes, way, cost=0)
 
 
-def _with_axes(masking: _Masking, cause: str) -> Iterator[Edit]:
+def _with_axes(masking: _Masking, cause: str, missing: int) -> Iterator[Edit]:
     """Yield a mask with the dimensions of size one that it lacks, behind its first one."""
     mask, scores = masking.mask, masking.scores
-    missing = len(scores) - len(mask.shape)
     if missing < 1 or first_clash(mask.shape, scores) is None:
         return
     seen = set()
@@ -136,7 +138,7 @@ def _with_axes(masking: _Masking, cause: str) -> Iterator[Edit]:
             continue
         seen.add(with_axes)
         lacks = "an axis" if missing == 1 else f"{missing} axes"
-        if masking.operand is not None:
+        if masking.operand is not None and len(with_axes) == len(scores):
             lacks = f"an axis for {text.listed([masking.operand.axis(at) for at in range(place, place + missing)])}"
         what = f"{mask.is_shape}, and the scores are {text.shape(scores)}: {mask.name} lacks {lacks}."
         index = (*[_WHOLE] * place, *[None] * missing)
@@ -241,8 +243,8 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
     if len(facts.operands) != 2:
         return
     fewer, more = sorted(facts.operands, key=lambda operand: len(operand.shape))
-    if len(more.shape) == len(fewer.shape) + 1:
-        for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis"):
+    if len(more.shape) > len(fewer.shape):
+        for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
             what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
             yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
     place = first_clash(fewer.shape, more.shape)
@@ -262,7 +264,7 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
             "mask_size", what, (last,), note=f"for the last {wanted} {unit}, as in a cache of the latest keys", cost=5
         )
         yield Edit("mask_size", what, (first,), note=f"for the first {wanted}", cost=5)
-    elif longer is fewer and place == -1 and longer.dtype != "bool" and len(fewer.shape) < len(more.shape):
+    elif longer is fewer and place == -1 and longer.dtype != "bool" and not more.from_scores:
         what = f"{what} the table is for {size} features, and not for {wanted}."
         way = f"make {longer.variable} for {wanted} features, or take {first.code}"
         yield Edit("table_size", what, (first,), way, cost=5)

@@ -61,7 +61,7 @@ def _integers_as_mask(facts: Facts) -> Iterator[Edit]:
     else:
         return
     for mask in masks:
-        if mask.has_integers:
+        if mask.has_integers or (facts.base == "masked_fill" and mask.dtype != "bool"):
             what = f"{mask.name} is {mask.dtype}. {rule}"
             yield Edit("mask_dtype", what, (Change(mask, (("eq", 0),)),), note="if 0 means masked out", cost=0)
             yield Edit("mask_dtype", what, (Change(mask, (("bool",),)),), note="if 1 does", cost=0)
@@ -114,6 +114,22 @@ def edits_of_numbers(facts: Facts) -> Iterator[Edit]:
         yield Edit("number_too_large", what, way=way, args=args, kwargs=facts.call.kwargs)
 
 
+def edits_of_joins(facts: Facts) -> Iterator[Edit]:
+    """Yield a cat along another dimension, and a product of more dimensions than bmm takes."""
+    if facts.base == "bmm" and any(len(operand.shape) != 3 for operand in facts.operands):
+        shapes = " and ".join(operand.is_shape for operand in facts.operands)
+        what = f"{shapes}; torch.bmm takes 3 dimensions of each."
+        yield Edit("wrong_rank", what, way="use torch.matmul", function=torch.matmul)
+    if facts.base not in ("cat", "concat", "concatenate") or len(facts.operands) < 2:
+        return
+    given = facts.call.kwargs.get("dim", facts.call.args[1] if len(facts.call.args) > 1 else 0)
+    rank = len(facts.operands[0].shape)
+    for dim in range(rank):
+        if dim != given % max(rank, 1):
+            what = f"{'; '.join(operand.text for operand in facts.operands)}: they differ in dimension {dim} alone."
+            yield Edit("joined_along_another", what, way=f"use dim={dim}", args=(facts.call.args[0], dim))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +142,11 @@ def edits_of_tables(facts: Facts) -> Iterator[Edit]:
 
 
 def _ids_in_range(facts: Facts) -> Iterator[Edit]:
+    """Yield numbers that a table has, and whole ones."""
+    given = facts.given("input")
+    if facts.base == "embedding" and given is not None and given.given.value.is_floating_point():
+        what = f"{given.name} is {given.dtype}; an embedding takes whole numbers."
+        yield Edit("mixed_dtypes", what, (Change(given, (("long",),)),), note="if its numbers are ids")
     table = facts.given("weight") if facts.base == "embedding" else next(iter(facts.operands), None)
     ids = next((operand for operand in facts.operands if operand is not table and operand.has_integers), None)
     if table is None or ids is None or ids.given.value.is_meta or not ids.given.value.numel():

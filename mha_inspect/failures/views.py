@@ -26,7 +26,7 @@ def edits_of_views(facts: Facts) -> Iterator[Edit]:
     yield from _batch_of_another(x, sizes)
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
         yield from _heads(facts, x, sizes)
-    yield from _size_twice(facts, x, sizes)
+    yield from _other_size(facts, x, sizes)
 
 
 def _viewed(facts: Facts, x: Operand, sizes: Shape, cause: str, what: str, way: str, cost: int) -> Edit:
@@ -112,17 +112,21 @@ def uneven(width: int, heads: int, asked: str = "") -> Edit:
     return Edit("heads_do_not_divide", what, way=f"use a head count that divides {divided(width)}")
 
 
-def _size_twice(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
-    """Yield the sizes of an operand in the place of a size that a view takes twice."""
+def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
+    """Yield a view with one other size, with which it keeps those of its operand, or splits the last of them in two."""
     if -1 in sizes or prod(sizes) == prod(x.shape):
         return
     for place, size in enumerate(sizes):
         rest = prod(sizes[:place]) * prod(sizes[place + 1 :])
-        if sizes.count(size) < 2 or not rest or prod(x.shape) % rest:
+        if not rest or prod(x.shape) % rest:
             continue
         right = with_size(sizes, place, prod(x.shape) // rest)
-        if [number for number in right if number != 1] == [number for number in x.shape if number != 1]:
-            what = f"{x.is_shape}; {text.shape(sizes)} takes {size} twice."
-            way = f"use {x.name}.reshape({', '.join(map(str, right))})"
+        keeps = [number for number in right if number != 1] == [number for number in x.shape if number != 1]
+        splits = right[:-2] == x.shape[:-1] != sizes[:-2]
+        if keeps or splits:
+            what = f"{x.is_shape}; {text.shape(sizes)} has {size} in the place of {right[place]}."
+            if sizes.count(size) > 1:
+                what = f"{x.is_shape}; {text.shape(sizes)} takes {size} twice."
+            way = f"use {x.name}.{facts.base}({', '.join(map(str, right))})"
             yield _viewed(facts, x, right, "view_sizes", what, way, 1)
             return
