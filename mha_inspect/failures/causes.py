@@ -48,6 +48,7 @@ CAUSES = (
     "heads_not_split",
     "key_not_transposed",
     "value_transposed",
+    "axes_out_of_order",
     "heads_not_repeated",
     "heads_differ",
     "head_dim_differs",
@@ -162,7 +163,10 @@ def _suspects(facts: Facts) -> list[Edit]:
     for edits in _EDITS:
         for edit in edits(facts):
             dims = {change.operand: change.dims for change in edit.changes}
-            ranked[not edit.is_tried, conflicts(facts, dims), edit.cost].append(edit)
+            differing = conflicts(facts, dims)
+            if differing and dims:
+                continue  # an edit that merely runs: axes of other names would meet
+            ranked[not edit.is_tried, differing, edit.cost].append(edit)
     for rank in sorted(ranked):
         running = [edit for edit in ranked[rank] if not edit.is_tried or runs(facts.call, edit)]
         if running:

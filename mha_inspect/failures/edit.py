@@ -60,6 +60,8 @@ class Change:
     @property
     def code(self) -> str:
         """How to write it: `mask[:, None]`, `k.transpose(1, 2)`."""
+        if self.operand.is_swapped and list(self.steps) == [SWAP]:
+            return self.operand.variable
         code = self.operand.variable if self.inside else self.operand.name
         for name, *arguments in self.steps:
             code = _CODES[name](code, *arguments) if name in _CODES else f"{code}.{name}({_listed(arguments)})"

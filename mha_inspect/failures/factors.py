@@ -6,13 +6,14 @@ Their layouts come before their sizes. Heads alone are repeated, and nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from math import prod
 
 from .. import text
 from ..measure.repeats import row_of_each
 from ..record.ops import Op
 from .edit import SWAP, Change, Edit
-from .facts import HEADS, SEQUENCES, Facts, Operand
+from .facts import HEADS, SEQUENCES, Facts, Operand, written_dims
 from .meeting import Clash, called, clashes, meetings
 from .reached import SDPA
 
@@ -26,9 +27,8 @@ def edits_of_factors(facts: Facts) -> Iterator[Edit]:
     if not facts.factors or not facts.sizes_clash:
         return
     yield from _heads_first(facts)
-    yield from _of_equation(facts)
     yield from _key_turned(facts)
-    yield from _value_turned(facts)
+    yield from _in_order(facts)
     yield from _split_too(facts)
     for clash in clashes(facts):
         if not clash.left.part or not clash.right.part:
@@ -97,47 +97,38 @@ def _was_right_before(facts: Facts, operand: Operand) -> bool:
 
 
 def _key_turned(facts: Facts) -> Iterator[Edit]:
-    """Put the features of keys before their positions, where a product needs that."""
+    """Put the features of keys before their positions, where a product needs that; the axes need no names."""
     key = None if facts.pair is None else facts.pair[1]
-    if key is None or key.part != "key" or len(key.shape) < 2:
+    if key is None or key.part != "key" or key.place(*SEQUENCES) != len(key.shape) - 2:
         return
-    heads, sequence = key.place(*HEADS), key.place(*SEQUENCES)
-    if sequence == len(key.shape) - 2:
-        before_last, last = key.axis(-2), key.axis(-1)
-        what = f"{key.name} ends in {before_last} and {last}; q·kᵀ needs {last} before {before_last}."
-        change = Change(key, (SWAP,))
-        yield Edit("key_not_transposed", what, (change,), f"multiply by {change.code}")
-    if len(key.shape) > 2 and key.dims[-1] == ["batch"]:
-        what = f"{key.is_shape} {key.axes}: all dimensions are reversed, as by .T."
-        order = tuple(reversed(range(len(key.shape))))
-        way = f"swap only the last two: {key.variable}.transpose(-2, -1) or {key.variable}.mT"
-        yield Edit("key_not_transposed", what, (Change(key, (("permute", *order), SWAP)),), way)
-    if key.heads_are_behind and _was_right_before(facts, key):
-        what = f"{key.name} swaps heads and key; q·kᵀ needs key and head_dim swapped."
-        way = "swap the last two dimensions instead: .transpose(-2, -1)"
-        change = Change(key, (("transpose", sequence, heads), SWAP))
-        yield Edit("key_not_transposed", what, (change,), way)
+    before_last, last = key.axis(-2), key.axis(-1)
+    what = f"{key.name} ends in {before_last} and {last}; q·kᵀ needs {last} before {before_last}."
+    change = Change(key, (SWAP,))
+    yield Edit("key_not_transposed", what, (change,), f"multiply by {change.code}")
 
 
-def _value_turned(facts: Facts) -> Iterator[Edit]:
-    """Put the positions of values before their features, where weights are multiplied with them."""
-    value = None if facts.pair is None else facts.pair[1]
-    if value is None or value.part != "value" or value.place(*SEQUENCES) != len(value.shape) - 1:
-        return
-    what = f"{value.name} ends in {value.axis(-2)} and {value.axis(-1)}; weights · v needs {value.axis(-1)} first."
-    written = value.variable if value.variable != value.name else Change(value, (SWAP,)).code
-    yield Edit("value_transposed", what, (Change(value, (SWAP,)),), f"multiply by {written}")
-
-
-def _of_equation(facts: Facts) -> Iterator[Edit]:
-    """Exchange heads and sequence of a factor that an einsum reads in another order."""
-    if facts.base != "einsum":
-        return
-    for operand in facts.factors:
-        if len(operand.shape) >= 4 and not operand.heads_are_behind:
-            what = f"{operand.text}; the equation {facts.call.args[0]!r} reads them in another order."
-            change = Change(operand, (("transpose", 1, 2),))
-            yield Edit("heads_not_transposed", what, (change,), note="if the equation is right", cost=3)
+def _in_order(facts: Facts) -> Iterator[Edit]:
+    """Put the axes of one operand, which all have names, in any other order with batch and heads first."""
+    for operand in facts.operands:
+        rank = len(operand.shape)
+        if not operand.part or rank > 4 or any(name.isdigit() for dim in operand.dims for name in dim):
+            continue
+        for order in list(permutations(range(rank)))[1:]:
+            turned = [place for place in range(rank) if order[place] != place]
+            step = ("transpose", *turned) if len(turned) == 2 else ("permute", *order)
+            if turned == [rank - 2, rank - 1]:
+                step = SWAP
+            change = Change(operand, (step,))
+            heads_come_second = rank < 4 or facts.base == "einsum" or change.dims[1][0] in HEADS
+            if change.dims[0][0] != "batch" or not heads_come_second:
+                continue
+            cause = "axes_out_of_order"
+            if facts.pair is not None and operand.part == "key":
+                cause = "key_not_transposed"
+            elif step == SWAP and operand.part == "value":
+                cause = "value_transposed"
+            what = f"{operand.text}; the call takes it as {written_dims(change.dims)}."
+            yield Edit(cause, what, (change,), f"use {change.code}", cost=2 + len(turned))
 
 
 def _split_too(facts: Facts) -> Iterator[Edit]:
@@ -149,7 +140,7 @@ def _split_too(facts: Facts) -> Iterator[Edit]:
     heads = split.size(*HEADS)
     changes = []
     for whole in of_attention:
-        if len(whole.shape) != 3 or whole.size(*HEADS):
+        if len(whole.shape) != 3 or whole.size(*HEADS) or whole.size("head_dim"):
             continue
         width = heads * split.size("head_dim") or whole.shape[-1]
         if width in whole.shape[1:] and width % heads == 0:

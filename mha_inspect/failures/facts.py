@@ -51,6 +51,8 @@ class Operand(FailedOperand):
     """Whether it is computed from parameters or buffers alone."""
     is_learned: bool
     """Whether a parameter has a part in it."""
+    is_swapped: bool
+    """Whether it is its variable with the last two dimensions swapped: `k.mT`."""
 
     @property
     def is_parameter(self) -> bool:
@@ -316,10 +318,13 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
     """Return an argument of the failing call with its properties; `source` is what it is called without a name."""
     tensor = given.tensor
     name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
+    variable = _variable_of(tensor, reached, names)
+    op = names.recording.producer(tensor)
+    is_swapped = op is not None and op.swaps_last_two and names.variables.get(op.inputs[0].id, "") == variable != ""
     return Operand(
         role=given.role,
         name=name,
-        variable=_variable_of(tensor, reached, names) or name,
+        variable=variable or name,
         given=given,
         shape=tensor.shape,
         dtype=tensor.dtype,
@@ -329,6 +334,7 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
         from_scores=reached.is_of_scores(tensor),
         is_table=reached.is_table(tensor),
         is_learned=reached.is_learned(tensor),
+        is_swapped=is_swapped,
     )
 
 
@@ -372,6 +378,11 @@ def _rows_cut(module: object) -> dict[int, int]:
         if rows != whole:
             cut[rows[0]] = whole[0]
     return cut
+
+
+def written_dims(dims: Dims) -> str:
+    """Return the names of dimensions as a pattern: `batch (heads head_dim)`."""
+    return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:

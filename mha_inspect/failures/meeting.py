@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from .facts import BROADCASTS, LOGICAL, Dims, Facts, Operand
-from .reached import ATTENTION, PRODUCTS, SDPA
+from .reached import ATTENTION, LAYERS, PRODUCTS, SDPA
 
 _TERMS: dict[str, dict[str, str]] = {
     "linear": {"input": "...i", "weight": "oi"},
@@ -22,8 +22,10 @@ _TERMS: dict[str, dict[str, str]] = {
     "rms_norm": {"input": "...i", "weight": "i"},
 }
 """The letters of each argument of a call."""
-_SAME = {"kv_heads": "heads", "group": "heads", "sequence": "key", "query": "key"}
-"""Names that may meet: queries and keys of self-attention are one sequence."""
+_SAME = {"kv_heads": "heads", "group": "heads"}
+"""Names that may meet."""
+_EITHER = ({"sequence", "query"}, {"sequence", "key"})
+"""A sequence whose side is unknown may meet either."""
 Place = tuple[Operand, int]
 """An operand and one of its dimensions."""
 
@@ -46,13 +48,11 @@ class Clash:
     @property
     def name(self) -> str:
         """What both dimensions are: `batch`, `heads`, `key`, `head_dim`; empty if that is unknown or differs."""
-        left, right = (
-            [called(name) for name in operand.dims[place] if not name.isdigit()]
-            for operand, place in ((self.left, self.left_place), (self.right, self.right_place))
-        )
-        if left == right and len(left) == 1:
-            return left[0]
-        return ""
+        left = _names(self.left.dims[self.left_place])
+        right = _names(self.right.dims[self.right_place])
+        if left | right in _EITHER:
+            return "key"
+        return next(iter(left)) if left == right and len(left) == 1 else ""
 
     @property
     def text(self) -> str:
@@ -126,20 +126,28 @@ def clashes(facts: Facts) -> Iterator[Clash]:
 
 def conflicts(facts: Facts, edited: Mapping[Operand, Dims]) -> int:
     """Return how many axes meet an axis of another name, with the names of some operands edited."""
+    if facts.base in LAYERS:
+        return 0  # one tensor may be queries and keys
     dims = {operand: edited.get(operand, operand.dims) for operand in facts.operands}
     ranks = {operand: len(names) for operand, names in dims.items()}
     count = 0
     for letter, places in meetings(facts, ranks).items():
         for (left, left_place), (right, right_place) in combinations(places, 2):
             count += _differ(dims[left][left_place], dims[right][right_place])
-        if letter in "ik" and facts.of_part("key") is not None:
-            # Rows and columns of scores are no heads.
-            count += sum(dims[operand][place] in (["heads"], ["kv_heads"]) for operand, place in places)
+        if letter in "ik" and facts.pair is not None and facts.factors:
+            # Rows and columns of scores, and of what is weighed, are neither heads nor a batch.
+            count += sum(_names(dims[operand][place]) in ({"heads"}, {"batch"}) for operand, place in places)
     return count
 
 
 def _differ(left: list[str], right: list[str]) -> bool:
     """Return whether two dimensions have names, and none in common."""
-    names = ({called(name) for name in names if not name.isdigit()} for names in (left, right))
-    first, second = names
+    first, second = _names(left), _names(right)
+    if first | second in _EITHER:
+        return False
     return bool(first) and bool(second) and first.isdisjoint(second)
+
+
+def _names(dim: list[str]) -> set[str]:
+    """Return the names of a dimension, under which it may meet others; none of its sizes."""
+    return {called(name) for name in dim if not name.isdigit()}

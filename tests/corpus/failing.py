@@ -671,8 +671,8 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @layout(
     "an equation for keys in another order",
-    "heads_not_transposed",
-    "k.transpose(1, 2) if the equation is right",
+    "axes_out_of_order",
+    "k.transpose(1, 2)",
     mended=lambda q, k, v: torch.einsum("bhqd,bkhd->bhqk", q, k.transpose(1, 2)),
 )
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
