@@ -662,7 +662,7 @@ def layout(name: str, cause: str, *fix: str, given: tuple[Tensor, ...] = (X,), m
 @layout(
     "values that are turned",
     "value_transposed",
-    "Multiply by v.",
+    "Use v.",
     mended=lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
 )
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
