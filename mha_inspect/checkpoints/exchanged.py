@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..files.attentions import NamedAttention, Role
 from ..files.tensors import StoredTensor
 from ..text import first_few, listed, shown
 from .head_numbers import numbers_of
+from .tensor_pairs import is_same
 from .two_files import AttentionPair, TwoFiles
 
 _MATRICES = ("W_q", "W_k", "W_v")
@@ -107,12 +107,12 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move
     """
     differing = []
     for part in left:
-        if part in right and not _is_same(left[part], right[part]):
+        if part in right and not is_same(left[part], right[part]):
             differing.append(part)
     moves = []
     for part in differing:
         # No part is equal to the one of its own name: all of these differ.
-        equal = [place for place in differing if _is_same(left[part], right[place])]
+        equal = [place for place in differing if is_same(left[part], right[place])]
         if len(equal) == 1:
             moves.append(Move(part, equal[0]))
     sources = {move.left for move in moves}
@@ -120,34 +120,6 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[Move
     if sources != targets:
         return []
     return moves
-
-
-def _is_same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two parts have the same numbers, within the rounding of the coarser dtype."""
-    if left.shape != right.shape:
-        return False
-    step = max(_step(left), _step(right))
-    # Most parts differ in their first row, and need no copy of the rest.
-    if not _is_close(left[:1], right[:1], step):
-        return False
-    return _is_close(left, right, step)
-
-
-def _step(numbers: Tensor) -> float:
-    """Return the relative distance of neighbouring numbers of a dtype; 0 for integers."""
-    if not numbers.dtype.is_floating_point:
-        return 0.0
-    return torch.finfo(numbers.dtype).eps
-
-
-def _is_close(left: Tensor, right: Tensor, step: float) -> bool:
-    return torch.allclose(
-        left.double(),
-        right.double(),
-        rtol=step,
-        atol=0,
-        equal_nan=True,
-    )
 
 
 def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
@@ -159,9 +131,7 @@ def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
             paths.append(shown(exchange.module))
     for moves, paths in paths_by_moves.items():
         letters = _letters(moves)
-        where = ""
-        if paths:
-            where = f" in {first_few(paths, 3)}"
+        where = f" in {first_few(paths, 3)}" if paths else ""
         equal = listed([move.words() for move in moves]).replace(" and ", ", and ")
         yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal}."
 
