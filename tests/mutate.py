@@ -47,7 +47,6 @@ LEAVING = {
     "checks": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes idle_masks
         inverted item_masks lookalikes masked_runs mixed_items mixing newest one_position padded_runs repeated_keys
         same seen_keys sight slots""",
-    "failures": "compared dtypes head_counts large_numbers norms padding_masks position_tables sequences",
     "checkpoints": "*",
 }
 """Files that the plan of the rebuild takes out: mutants of them count for nothing."""
