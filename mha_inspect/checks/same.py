@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from ..compare.comparable_run import Comparison
 from ..compare.diff import Side, diff
-from ..compare.diff_reasons import reasons
+from ..compare.pair import Where, Why
 from ..compare.replay import first_key
 from ..compare.shared_weights import copy_all
-from ..compare.side_words import Where
+from ..compare.why import why
 from ..errors import MhaInspectError
 from ..record.arguments import with_copies
 from ..record.ops import Op
 from ..reports.check import Finding
-from ..reports.diff import DiffReason
 from ..running.subject import Subject
 from ..text import first_line
 from .cache_loop import continues
@@ -138,7 +137,7 @@ class _FirstStage:
     """`weights of attention 1`."""
     line: str
     module: str
-    why: tuple[DiffReason, ...]
+    why: tuple[Why, ...]
 
 
 def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstStage | None:
@@ -155,7 +154,7 @@ def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstS
         name=f"{row.name} of attention {place + 1}",
         line=evidence.line_of(attention.stages[row.name]),
         module=attention.module,
-        why=reasons(left, right, row.name, where, place=place),
+        why=why(left, right, where),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from math import isinf
@@ -30,11 +30,10 @@ from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideNa
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
-from .diff_reasons import reasons
-from .norm_reasons import of_norms
-from .row_orders import reordered_copies
+from .pair import Where, Why
+from .reasons.rows import reordered_copies
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
-from .side_words import Where
+from .why import why, why_norms
 
 _LACKING = {
     "masked_scores": "mask",
@@ -182,16 +181,16 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    why = _reasons(sides, report)
+    reasons = _reasons(sides, report)
     answer = [_first_sentence(report, given)]
-    answer += [reason.sentence for reason in why]
-    answer += [f"To convert the weights of the left: {reason.line}" for reason in why if reason.line]
+    answer += [reason.sentence for reason in reasons]
+    answer += [f"To convert the weights of the left: {reason.line}" for reason in reasons if reason.line]
     if report.outcome != "differs":
         answer += reordered_copies(left, right)
     answer += _further_sentences(report, given)
     answer += _of_buffers(report.buffers)
     answer += _masked(sides, comparison.masked)
-    return replace(report, answer=tuple(answer), reasons=why)
+    return replace(report, answer=tuple(answer), reasons=reasons)
 
 
 def _first_differing(stages: Sequence[StageRow]) -> StageRow | None:
@@ -206,14 +205,14 @@ def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, 
     """Return why the sides differ; where their weights differ too, only what a norm shows."""
     if report.outcome != "differs":
         return ()
-    left, right = sides
     if not report.weights.whole:
-        return tuple(of_norms(left, right, report.first_differing_stage, Where()))
-    place = 0
-    first = _first_differing(report.stages)
-    if first is not None and first.attention is not None:
-        place = first.attention - 1
-    return reasons(left, right, report.first_differing_stage, place=place)
+        return as_reasons(why_norms(*sides, report.first_differing_stage, Where()))
+    return as_reasons(why(*sides, Where()))
+
+
+def as_reasons(whys: Iterable[Why]) -> tuple[DiffReason, ...]:
+    """Return reasons as a report has them."""
+    return tuple(DiffReason(why.kind, why.sentence, why.line) for why in whys if why.kind != "call")
 
 
 def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> Verdict:

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..measure.reorder import NamedOrder, Reordering, explain
-from ..measure.weights import Weights
-from ..reports.diff import DiffReason
-from ..text import first_few, spans
-from .comparable_run import ComparableRun
-from .shared_weights import weights_by_name
-from .side_words import Where
+from ...measure.reorder import NamedOrder, Reordering, explain
+from ...measure.weights import Weights
+from ...text import first_few, spans
+from ..comparable_run import ComparableRun
+from ..pair import Where, Why
+from ..shared_weights import weights_by_name
 
 
-def orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[DiffReason]:
+def orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[Why]:
     """Yield a reason for each parameter whose rows the sides read in another order; the left weights are in the right.
 
     The parameters have the same names and shapes.
@@ -34,7 +33,7 @@ def orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[
         sentence = _read_in_another_order(copy, named, where) + _example(copy, where)
         attribute = copy.name.rpartition(".")[2]
         line = named.line(attribute, copy.order.axis, 2)
-        yield DiffReason("order", f"{sentence}.", line)
+        yield Why("order", f"{sentence}.", line)
 
 
 def _read_in_another_order(copy: _Copy, named: NamedOrder, where: Where) -> str:

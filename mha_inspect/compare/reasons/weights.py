@@ -15,19 +15,15 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from ..measure.reorder import reordered
-from ..measure.weights import Numbers, Weights
-from ..naming.canonical import returned_content
-from ..naming.score_formulas import scale_text
-from ..record.arguments import first_tensor
-from ..reports.diff import DiffReason
-from .comparable_run import ComparableRun, Comparison, overall
-from .mask_reasons import of_masks, of_padding
-from .norm_reasons import of_norms
-from .row_orders import orders
-from .shared_weights import unreadable, weights_by_name, write_by_name
-from .side_words import Where
-from .stage_reasons import stage_reason
+from ...measure.reorder import reordered
+from ...measure.weights import Numbers, Weights
+from ...naming.canonical import returned_content
+from ...naming.score_formulas import scale_text
+from ...record.arguments import first_tensor
+from ..comparable_run import ComparableRun, Comparison, overall
+from ..pair import Where, Why
+from ..shared_weights import unreadable, weights_by_name, write_by_name
+from .rows import orders
 
 _OF_QUERIES = ("W_q", "b_q")
 _OF_ROTATION = ("W_q", "b_q", "W_k", "b_k")
@@ -48,7 +44,7 @@ _ALONE = " Nothing else differs."
 class _Change:
     """A change of the weights of each attention that may make two sides the same."""
 
-    reason: DiffReason
+    reason: Why
     """What differs."""
     apply: Callable[[int, Numbers], Numbers]
     """From the place of an attention and its weights by part to changed weights."""
@@ -56,40 +52,7 @@ class _Change:
     """The weights with which the sides may be the same, in words; empty for a number that is no weight."""
 
 
-def reasons(
-    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None, place: int = 0
-) -> tuple[DiffReason, ...]:
-    """Return why two sides with the same weights and input differ; empty if no candidate was the reason.
-
-    `first` is the first stage that differs, in the attention at `place`. The weights of the right side are as before
-    when this returns.
-    """
-    called = where or Where()
-    changes = _tried(left, right, called)
-    if changes:
-        return changes
-    candidates = chain(
-        of_masks(left, right, first, called),
-        of_norms(left, right, first, called),
-        _of_stage(left, right, first, place, called),
-        of_padding(left, right),
-    )
-    reason = next(candidates, None)
-    return () if reason is None else (reason,)
-
-
-def _of_stage(
-    left: ComparableRun, right: ComparableRun, first: str | None, place: int, where: Where
-) -> Iterator[DiffReason]:
-    """Yield what makes the first stage that differs the same."""
-    if first is None:
-        return
-    reason = stage_reason(left, right, place, first, (where.left, where.right))
-    if reason is not None:
-        yield reason
-
-
-def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
+def of_weights(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
     """Return the reasons of the changes that make both sides the same; the fewest that do."""
     if unreadable(left, right) or not _have_the_same_shapes(left, right):
         return ()
@@ -109,10 +72,10 @@ def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Dif
         right.forget()
 
 
-def _agreeing(trial: _Trial, where: Where) -> tuple[DiffReason, ...]:
+def _agreeing(trial: _Trial, where: Where) -> tuple[Why, ...]:
     """Return the reasons of the fewest changes with which both sides return the same."""
     left, right = trial.left, trial.right
-    of_orders: tuple[DiffReason, ...] = ()
+    of_orders: tuple[Why, ...] = ()
     if trial.write(()):
         of_orders = tuple(orders(left, right, where))
         if trial.is_same():
@@ -126,7 +89,7 @@ def _agreeing(trial: _Trial, where: Where) -> tuple[DiffReason, ...]:
     return ()
 
 
-def _as_reasons(together: Sequence[_Change], where: Where, *, is_alone: bool) -> Iterator[DiffReason]:
+def _as_reasons(together: Sequence[_Change], where: Where, *, is_alone: bool) -> Iterator[Why]:
     """Yield the reason of each change, and what was tried: one change alone, or several that are needed together."""
     for place, change in enumerate(together, 1):
         sentence = change.reason.sentence
@@ -259,7 +222,7 @@ def _rotation(left: _Pairing, right: _Pairing, width: int, where: Where) -> _Cha
     )
     line = f'rearrange(w, "(heads {left.pattern}) e -> (heads {right.pattern}) e", two=2, half={half})'
     return _Change(
-        DiffReason("rotation", sentence, line),
+        Why("rotation", sentence, line),
         _reordering(_OF_ROTATION, order, dim=1),
         weights=f"the rows of each head of W_q and W_k in the order {shown}",
     )
@@ -293,7 +256,7 @@ def _shared_heads(left: Sequence[Weights], right: Sequence[Weights], where: Wher
         f"{where.right}{_repeats(ours, theirs)}."
     )
     yield _Change(
-        DiffReason("shared heads", sentence),
+        Why("shared heads", sentence),
         _reordering(_BY_HEAD, torch.tensor(order), dim=0),
         weights=f"the query heads in the order {' '.join(map(str, order))}, in W_q and W_o",
     )
@@ -335,7 +298,7 @@ def _scales(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
                 numbers[part] = numbers[part] * ratios[place]
         return numbers
 
-    yield _Change(DiffReason("scale", sentence), scaled)
+    yield _Change(Why("scale", sentence), scaled)
 
 
 def _ratio(left: float | None, right: float | None) -> float:
