@@ -253,5 +253,5 @@ def _of_one_fact(found: Sequence[_Found]) -> Why:
     if len(stages) > 1:
         sentence += f" The same is true of {listed(stages[1:])}."
     if len(places) > 1:
-        sentence += f" The same is true in {plural(len(places), "attention")}."
+        sentence += f" The same is true in {plural(len(places), 'attention')}."
     return replace(first.why, sentence=sentence)
