@@ -353,6 +353,9 @@ class ComparedStage:
     right: Tensor | None
     difference: StageDifference | None
     """The difference; None if a side is missing, or without a measurement."""
+    left_places: range
+    """The places of the attentions on the left that make it: several if each head is an attention of its own."""
+    right_places: range
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,7 +408,8 @@ class Comparison:
         """Return a stage on both sides, without a difference."""
         left = self.left.content(place, stage)
         right = self.right.content(place, stage)
-        return ComparedStage(place, stage, left, right, None)
+        alone = range(place, place + 1)
+        return ComparedStage(place, stage, left, right, None, alone, alone)
 
     def _compared(self, place: int, stage: str) -> ComparedStage:
         """Return a stage on both sides, with the difference if it can be measured."""
@@ -456,7 +460,9 @@ class Comparison:
             return max(run.floor(place, stage, left, (), as_made=True) for run in self._measured)
 
         difference = compare_stage(stage, left, right, floor)
-        return ComparedStage(place, stage, left, right, replace(difference, compared=axes))
+        return replace(
+            self._beside(place, stage), left=left, right=right, difference=replace(difference, compared=axes)
+        )
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""
