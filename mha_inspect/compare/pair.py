@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..measure.content import BLOCKED_BELOW
+from ..measure.weights import Weights
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.inner_steps import InnerSteps, InnerStepsReader
@@ -31,6 +32,8 @@ _CERTAIN = 10
 """Numbers within this many measured rounding errors are the same."""
 _LEAST = 64
 """The same, in epsilons of the largest number: the rounding error may have been measured as 0."""
+_CLEAR = 8
+"""What fits a difference of fewer tolerances may fit by chance."""
 _UNMEASURED = 1600
 """The same where no rounding error was measured, e.g. of calls of other sizes."""
 _COARSEST = 1 / 8
@@ -209,6 +212,8 @@ class Pair:
     """Parameters of two dimensions, by name."""
     unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     """The parameters that no operation reads, on the left and on the right."""
+    weights: tuple[Weights, Weights] | None = None
+    """The places of the weights of both sides; None if they are not known."""
 
     def difference(self, stage: str) -> Difference | None:
         """Return the difference of a stage; None if it is the same, or cannot be compared."""
@@ -282,6 +287,11 @@ class Difference:
     def is_finite(self) -> bool:
         """Whether both have finite numbers alone."""
         return bool(self.left.isfinite().all()) and bool(self.right.isfinite().all())
+
+    @cached_property
+    def is_clear(self) -> bool:
+        """Whether both are so far apart that what fits the difference does not fit by chance."""
+        return not are_near(self.left, self.right, _CLEAR * self.near)
 
     @property
     def start(self) -> str:

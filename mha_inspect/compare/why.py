@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..naming.canonical import returned_content
 from ..naming.pattern import STAGES
+from ..naming.visibility import Rows
 from ..record.arguments import dense
 from ..record.ops import Recording, TensorRef
 from ..text import listed, plural
@@ -29,11 +30,17 @@ from .reasons.norm import norm
 from .reasons.number import number
 from .reasons.padding import padding
 from .reasons.position import position
-from .reasons.weights import of_weights
+from .reasons.rotation import rotation
+from .reasons.rows import by_head
+from .reasons.scale import scale
+from .reasons.shared import shared
 from .replay import LostError, replayed
+from .shared_weights import unreadable
 
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
+_OF_WEIGHTS_ALONE = frozenset({"q_proj", "k_proj", "q_heads", "k_heads", "scores", "masked_scores"})
+"""Stages that have a part in the weights alone."""
 _MOST = 24
 """The most stages to put into a run."""
 
@@ -42,7 +49,7 @@ def _of_form(pair: Pair, difference: Difference) -> Why | None:
     return form_of(difference)
 
 
-REASONS: tuple[Reason, ...] = (mask, norm, number, _of_form, linear, position)
+REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, _of_form, linear, position)
 """Asked in this order about a stage that differs."""
 
 
@@ -51,7 +58,12 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
 
     The weights of the right are as before when this returns.
     """
-    return of_weights(left, right, where) or _Search(left, right, where).reasons()
+    with by_head(left, right, where) as orders:
+        if orders:
+            trial = _Search(left, right, where).searched()
+            if trial.is_all:
+                return (*orders, *_facts(trial))
+    return _facts(_Search(left, right, where).searched())
 
 
 def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
@@ -69,7 +81,8 @@ def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, wher
 
 def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> Pair:
     """Return the same attention of two runs, with the rounding errors that were measured."""
-    noise = partial(_noise, left, right, place)
+    blind = tuple(sorted({*left.masked_queries(place), *right.masked_queries(place)}))
+    noise = partial(_noise, left, right, place, blind)
     vectors: dict[str, Tensor] = {}
     matrices: dict[str, Tensor] = {}
     for name, parameter in chain(right.subject.module.named_parameters(), left.subject.module.named_parameters()):
@@ -82,16 +95,17 @@ def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where)
         right=right.side(place),
         where=where,
         noise=noise,
-        blind=Comparison(left, right).masked[place],
+        blind=blind,
         vectors=vectors,
         matrices=matrices,
+        weights=(left.weights[place], right.weights[place]) if not unreadable(left, right) else None,
         unread=(_unread(left.run.recording), _unread(right.run.recording)),
     )
 
 
-def _noise(left: ComparableRun, right: ComparableRun, place: int, stage: str, like: Tensor) -> float:
+def _noise(left: ComparableRun, right: ComparableRun, place: int, blind: Rows, stage: str, like: Tensor) -> float:
     """Return the larger rounding error of a stage of both sides."""
-    rows = Comparison(left, right).masked[place] if place or stage in _AFTER_A_MASK else ()
+    rows = blind if place or stage in _AFTER_A_MASK else ()
     return max(side.floor(place, stage, like, rows) for side in (left, right))
 
 
@@ -115,7 +129,9 @@ class _Trial:
     found: tuple[_Found, ...] = ()
     """The reasons of these stages."""
     end: str = ""
-    """Why the search ended before the outputs; empty if it did not."""
+    """How the search ended: what is known of the outputs."""
+    is_all: bool = False
+    """Whether both sides return the same with what was put in."""
 
 
 @dataclass(frozen=True)
@@ -135,18 +151,18 @@ class _Search:
     right: ComparableRun
     where: Where
 
-    def reasons(self) -> tuple[Why, ...]:
-        """Return the reason of each stage that differs, up to the first without one."""
-        if not Comparison(self.left, self.right).are_paired:
-            return ()
+    def searched(self) -> _Trial:
+        """Return the left run with each stage of the right that differs, up to the first without a reason."""
         trial = _Trial()
+        if not Comparison(self.left, self.right).are_paired:
+            return trial
         for place in range(min(len(self.left.attentions), len(self.right.attentions))):
             pair = pair_of(self.left, self.right, place, self.where)
-            for stage in STAGES:
+            for stage in _effective(replace(pair, left=replace(pair.left, changed=trial.computed))):
                 trial = self._after(trial, pair, place, stage)
                 if trial.end:
-                    return _facts(trial)
-        return _facts(self._at_the_end(trial))
+                    return trial
+        return self._at_the_end(trial)
 
     def _after(self, trial: _Trial, pair: Pair, place: int, stage: str) -> _Trial:
         """Return the left run with the right's stage in it, if that differs and is explained."""
@@ -205,7 +221,7 @@ class _Search:
         if len(trial.found) == 1:
             alike = "With that changed, both return the same."
         if are_near(left, right, tolerance(right, self._floor)):
-            return replace(trial, end=alike)
+            return replace(trial, end=alike, is_all=True)
         of_padding = None if trial.found else padding(self.left, self.right)
         if of_padding is not None:
             return replace(trial, found=(_Found(of_padding, 0, ""),))
@@ -221,6 +237,24 @@ class _Search:
         pair = pair_of(self.left, self.right, 0, self.where)
         difference = pair.beside("the output", "batch query embed", left, right, self._floor)
         return None if difference is None else form_of(difference)
+
+
+def _effective(pair: Pair) -> tuple[str, ...]:
+    """Return the stages whose difference changes anything: not those before a stage that is the same on both sides."""
+    if _is_same_in(pair, "output"):
+        return ()
+    if _is_same_in(pair, "context"):
+        return ("concat", "output")
+    if _is_same_in(pair, "weights"):
+        return tuple(stage for stage in STAGES if stage not in _OF_WEIGHTS_ALONE)
+    return tuple(STAGES)
+
+
+def _is_same_in(pair: Pair, stage: str) -> bool:
+    """Return whether both sides have a stage, with the same numbers."""
+    left, right = pair.left.stage(stage), pair.right.stage(stage)
+    has_both = left is not None and right is not None and left.shape == right.shape
+    return has_both and pair.difference(stage) is None
 
 
 def _reason_of(pair: Pair, difference: Difference) -> Why | None:

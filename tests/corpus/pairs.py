@@ -348,7 +348,7 @@ PAIRS = [
         "NotScaledAndPairs",
         with_(turn=halves, mask=lambda m, s: s),
         with_(turn=pairs, mask=lambda m, s: s, scores=lambda m, q, k: q @ k.mT * 0.1),
-        ("scale", "rotation"),
+        ("rotation", "scale"),
     ),
     Pair("Window", RIGHT, with_(mask=_window), ("mask",)),
     Pair("NotCausal", RIGHT, with_(mask=lambda m, scores: scores), ("mask",)),

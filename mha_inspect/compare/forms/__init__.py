@@ -27,7 +27,7 @@ FORMS: tuple[Form, ...] = (*FOR_ALL, factors)
 
 def form_of(difference: Difference, forms: Sequence[Form] = FORMS) -> Why | None:
     """Return the first form that is all of a difference; None if none is."""
-    if not difference.left.numel():
+    if not difference.left.numel() or not difference.is_clear:
         return None
     for form in forms:
         why = form(difference)

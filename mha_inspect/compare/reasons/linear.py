@@ -39,7 +39,8 @@ class _Map:
 
 def linear(pair: Pair, difference: Difference) -> Why | None:
     """Return how the matrices of both sides differ, if both are linear in a stage before that is equal."""
-    if not difference.stage.endswith(("_proj", "_heads")) and difference.stage != "output":
+    is_after_a_weight = difference.stage.endswith(("_proj", "_heads")) or difference.stage == "output"
+    if not is_after_a_weight or not difference.is_clear:
         return None
     for source in MADE_OF[difference.stage]:
         if pair.difference(source) is not None:
