@@ -41,7 +41,7 @@ _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
 _OF_WEIGHTS_ALONE = frozenset({"q_proj", "k_proj", "q_heads", "k_heads", "scores", "masked_scores"})
 """Stages that have a part in the weights alone."""
-_MOST = 24
+_MOST = 48
 """The most stages to put into a run."""
 
 
