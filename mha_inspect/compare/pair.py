@@ -157,7 +157,8 @@ class Side:
         tensor = self.attention.stages.get(name)
         if tensor is None or self.attention.branches:
             return None
-        return without_scale(self.run.recording.values.get(tensor.id), self.attention, name)
+        value = self.changed.get(tensor.id, self.run.recording.values.get(tensor.id))
+        return without_scale(value, self.attention, name)
 
     def in_canonical_axes(self, name: str, value: Tensor) -> Tensor | None:
         """Return another value of a recorded stage in canonical axes, without its early scale."""
@@ -218,17 +219,40 @@ class Pair:
     def difference(self, stage: str) -> Difference | None:
         """Return the difference of a stage; None if it is the same, or cannot be compared."""
         left, right = self.left.stage(stage), self.right.stage(stage)
-        if left is None or right is None or left.shape != right.shape:
-            return None
-        if torch.equal(left, right):
+        axes = CANONICAL_AXES[stage]
+        if left is None or right is None:
+            left, right = self._as_made(stage)
+            axes = ""
+        if left is None or right is None or left.shape != right.shape or torch.equal(left, right):
             return None
         left, right = left.detach(), right.detach()
         if stage == "masked_scores":
             left = left.masked_fill(left < BLOCKED_BELOW, -torch.inf)
             right = right.masked_fill(right < BLOCKED_BELOW, -torch.inf)
-        left = without_rows(stage, left, self.blind)
-        right = without_rows(stage, right, self.blind)
-        return self.beside(stage, CANONICAL_AXES[stage], left, right, self.noise(stage, right))
+        if axes:
+            left = without_rows(stage, left, self.blind)
+            right = without_rows(stage, right, self.blind)
+        return self.beside(stage, axes, left, right, self.noise(stage, right))
+
+    def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
+        """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""
+        axes = [
+            side.names.of_stage(stage) if stage in side.attention.stages else "" for side in (self.left, self.right)
+        ]
+        if axes[0] != axes[1]:
+            return None, None
+        return self.left.as_made(stage), self.right.as_made(stage)
+
+    def put_into_left(self, stage: str) -> Tensor | None:
+        """Return the right's stage as the left run has it; None if it has no place there."""
+        content = self.right.stage(stage)
+        if content is not None and self.left.stage(stage) is not None:
+            return self.left.in_own_axes(stage, content)
+        left, right = self._as_made(stage)
+        if left is None or right is None or left.shape != right.shape:
+            return None
+        scale = self.left.attention.early_scales.get(stage) or 1.0
+        return laid_out_as(self.left.attention.stages[stage], right * scale)
 
     def beside(self, stage: str, axes: str, left: Tensor, right: Tensor, floor: float | None) -> Difference | None:
         """Return the difference of two tensors of this pair; None if they are the same, up to a rounding error."""

@@ -105,8 +105,9 @@ def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where)
 
 def _noise(left: ComparableRun, right: ComparableRun, place: int, blind: Rows, stage: str, like: Tensor) -> float:
     """Return the larger rounding error of a stage of both sides."""
-    rows = blind if place or stage in _AFTER_A_MASK else ()
-    return max(side.floor(place, stage, like, rows) for side in (left, right))
+    has_axes = left.content(place, stage) is not None and right.content(place, stage) is not None
+    rows = blind if has_axes and (place or stage in _AFTER_A_MASK) else ()
+    return max(side.floor(place, stage, like, rows, as_made=not has_axes) for side in (left, right))
 
 
 def _unread(recording: Recording) -> frozenset[str]:
@@ -186,8 +187,7 @@ class _Search:
 
     def _put_in(self, trial: _Trial, pair: Pair, stage: str) -> _Trial:
         """Return the left run with a further stage of the right in it. Raise `LostError` if it cannot be computed."""
-        content = pair.right.stage(stage)
-        value = None if content is None else pair.left.in_own_axes(stage, content)
+        value = pair.put_into_left(stage)
         if value is None:
             raise LostError
         values = {**trial.values, pair.left.attention.stages[stage].id: value}

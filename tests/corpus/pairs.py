@@ -337,6 +337,23 @@ class WithSink(Attention):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Windows(Attention):
+    """Attention in windows of 3 tokens, with a mask of each window."""
+
+    def __init__(self, masked: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.masked, self.factor = masked, factor
+
+    def forward(self, x: Tensor, **given: Tensor) -> Any:
+        windows = x.view(x.shape[0] * (N // 3), 3, WIDTH)
+        q, k, v = self.split(self.qkv(windows))
+        scores = self.scores(q, k).view(x.shape[0], N // 3, H, 3, 3) * self.factor
+        mask = torch.zeros(N // 3, 1, 3, 3)
+        mask[self.masked, :, 0, 2] = -100.0
+        weights = (scores + mask).view(-1, H, 3, 3).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
 RIGHT = with_()
 PAIRS = [
     Pair("Same", RIGHT, RIGHT, outcome="same"),
@@ -417,4 +434,9 @@ PAIRS = [
     Pair("Elu", with_(values=lambda m, v: F.elu(v)), RIGHT, first="v_heads"),
     Pair("WindowAndElu", with_(mask=_window, values=lambda m, v: F.elu(v)), RIGHT, first="v_heads"),
     Pair("WindowAndGelu", with_(mask=_window, leave=lambda m, output: F.gelu(output)), RIGHT, ("mask",)),
+    Pair("MasksOfWindows", lambda: Windows(1), lambda: Windows(2), ("mask",), first="masked_scores"),
+    Pair("ScaleOfWindows", lambda: Windows(1, 0.5), lambda: Windows(1), ("scale",)),
+    Pair(
+        "PositionsBackwards", with_(turn=halves), with_(turn=lambda m, x: halves(m, x.flip(2)).flip(2)), ("position",)
+    ),
 ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...graph.rerun import between
-from ...naming.pattern import dims_of
 from ...record.ops import TensorRef
-from ..pair import Why, are_near
-from ..replay import LostError, again
+from ..pair import Why
+from ..turned import tokens_before
 from .entered import POSITIONS_FIX
 from .operands import scores_differ, unlike_keys
 from .pair import CallPair, ranges, restarts
@@ -58,7 +57,7 @@ def _angle_of_queries(pair: CallPair, queries: Tensor) -> Why | None:
 
     `queries` are those of the call, `batch heads query head_dim`.
     """
-    fits = _positions_of_angle(pair, "query", pair.start, queries[:, :, 0])
+    fits = _positions_of_angle(pair, "q_heads", pair.start, queries[:, :, 0])
     if len(fits) != 1 or fits[0] == pair.start:
         return None
     sentence = f"Position {pair.start} is rotated by the angle of position {fits[0]}"
@@ -78,7 +77,7 @@ def _keys_turned_twice(pair: CallPair, cached: list[int], keys: Tensor) -> Why |
     if not readable:
         return None
     for token in readable[:_TURNED]:
-        if _positions_of_angle(pair, "key", token, keys[:, :, rows[token]]) != [2 * token]:
+        if _positions_of_angle(pair, "k_heads", token, keys[:, :, rows[token]]) != [2 * token]:
             return None
     return Why(
         "call",
@@ -88,39 +87,12 @@ def _keys_turned_twice(pair: CallPair, cached: list[int], keys: Tensor) -> Why |
     )
 
 
-def _positions_of_angle(pair: CallPair, side: str, token: int, numbers: Tensor) -> list[int]:
-    """Return the positions whose angles make these numbers, `batch heads head_dim`, of a projected token.
-
-    `side` is `query` or `key`.
-    """
-    everywhere = _turned_everywhere(pair, side, token)
-    if everywhere is None or everywhere.shape[:2] != numbers.shape[:2]:
+def _positions_of_angle(pair: CallPair, stage: str, token: int, numbers: Tensor) -> list[int]:
+    """Return the positions of the one call at which a projected token has these numbers, `batch heads head_dim`."""
+    tokens = tokens_before(pair.whole, stage)
+    if tokens is None or tokens.length < pair.stop:
         return []
-    positions = range(everywhere.shape[2])
-    return [position for position in positions if are_near(everywhere[:, :, position], numbers)]
-
-
-def _turned_everywhere(pair: CallPair, side: str, token: int) -> Tensor | None:
-    """Return one token as it would be at each position: `batch heads position head_dim`; None if not known.
-
-    The projected token of the one call is put at every position of it, and the steps behind the projection run again.
-    """
-    whole = pair.whole
-    projection, heads = f"{side[0]}_proj", f"{side[0]}_heads"
-    stage = whole.attention.stages.get(projection)
-    projected = None if stage is None else whole.kept.content(stage)
-    dims = [] if stage is None else dims_of(whole.names.of_stage(projection))
-    if stage is None or projected is None or [side] not in dims:
-        return None
-    axis = dims.index([side])
-    if projected.shape[axis] < pair.stop:
-        return None
-    moved = projected.narrow(axis, token, 1).expand_as(projected)
-    try:
-        value = again(whole.kept, stage, moved, whole.attention.stages[heads])
-    except LostError:
-        return None
-    return whole.in_canonical_axes(heads, value)
+    return tokens.positions_of(token, numbers, 2)
 
 
 def _keeps_angles(pair: CallPair) -> bool:

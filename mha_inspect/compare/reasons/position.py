@@ -2,90 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from ...naming.pattern import dims_of
-from ...record.ops import TensorRef
-from ..forms.positions import overlap, shifts_of
-from ..pair import Difference, Pair, Side, Why, are_near
-from ..replay import LostError, again, content_of
-from .made_of import MADE_OF
+from ..pair import Difference, Pair, Why
+from ..turned import Tokens, tokens_before
 
-
-@dataclass(frozen=True)
-class _Tokens:
-    """A tensor that a stage is computed from, one token a position."""
-
-    tensor: TensorRef
-    dim: int
-    """Its dimension of positions."""
+_MOST = 256
+"""The most tokens that are put at every position."""
+_FEWEST = 3
+"""With fewer tokens, another position may be chance."""
+_SHOWN = 8
+"""Most positions to list."""
 
 
 def position(pair: Pair, difference: Difference) -> Why | None:
-    """Return by how many positions the tokens of one side are elsewhere: the right is replayed.
+    """Return at which positions of the right the tokens have the numbers of the left.
 
-    Its tokens are moved along the sequence before the stage; where they are at the positions of the left side, they
-    get the numbers of the left.
+    Each token of the right is put at every position, and the steps up to the stage run again.
     """
-    side, stage = pair.right, difference.stage
-    of_positions = [axis for axis, name in enumerate(difference.names) if name in ("query", "key")]
-    tokens = _tokens_before(side, stage)
-    if not of_positions or tokens is None:
+    tokens = tokens_before(pair.right, difference.stage)
+    axes = [axis for axis, name in enumerate(difference.names) if name in ("query", "key")]
+    if tokens is None or not axes or not _FEWEST <= tokens.length <= _MOST:
         return None
-    tensor = tokens.tensor
-    try:
-        numbers = content_of(side.kept, tensor)
-        for shift in shifts_of(tensor.shape[tokens.dim]):
-            moved = again(side.kept, tensor, numbers.roll(shift, tokens.dim), side.attention.stages[stage])
-            content = side.in_canonical_axes(stage, moved)
-            if content is None or content.shape != difference.left.shape:
-                return None
-            ours, theirs = overlap(difference.left, content, of_positions[0], shift)
-            if are_near(ours, theirs, difference.near):
-                return _moved_by(shift, difference)
-    except LostError:
-        pass
-    return None
+    (axis,) = axes
+    if difference.left.shape[axis] != tokens.length:
+        return None
+    middle = tokens.length // 2
+    if _place_of(middle, tokens, axis, difference) is None:
+        return None
+    places = [_place_of(token, tokens, axis, difference) for token in range(tokens.length)]
+    return _shifted(places, difference) or _moved(places, difference)
 
 
-def _moved_by(shift: int, difference: Difference) -> Why:
-    """Return the sentence `Position p on the left is q_heads of position p + 1 on the right.`, with its proof."""
+def _place_of(token: int, tokens: Tokens, axis: int, difference: Difference) -> int | None:
+    """Return the position of the right at which a token has the numbers of the left, its own if that is one."""
+    fits = tokens.positions_of(token, difference.left.select(axis, token), axis, difference.near)
+    if token in fits:
+        return token
+    return fits[0] if fits else None
+
+
+def _shifted(places: Sequence[int | None], difference: Difference) -> Why | None:
+    """Return by how many positions all tokens are elsewhere; the last ones, or the first, may be past the end."""
+    shifts = {place - token for token, place in enumerate(places) if place is not None}
+    if len(shifts) != 1:
+        return None
+    shift = shifts.pop()
+    known = [token for token in range(len(places)) if 0 <= token + shift < len(places)]
+    if not shift or len(known) < _FEWEST - 1 or any(places[token] is None for token in known):
+        return None
     where, stage = difference.where, difference.stage
     sign = "+" if shift > 0 else "-"
     sentence = f"Position p {where.left} is {stage} of position p {sign} {abs(shift)} {where.right}."
     return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=str(shift))
 
 
-def _tokens_before(side: Side, stage: str) -> _Tokens | None:
-    """Return what a stage is computed from, if it has a dimension of positions."""
-    if stage.endswith("_heads"):
-        return _tokens_of_heads(side, stage)
-    if stage in ("query", "key", "value"):
-        return _tokens_of_input(side, stage)
-    return None
-
-
-def _tokens_of_heads(side: Side, stage: str) -> _Tokens | None:
-    """Return the projection that heads are made of, or else the input of the projection."""
-    for name in MADE_OF[stage]:
-        tensor = side.attention.stages.get(name)
-        if tensor is None:
-            continue
-        dims = dims_of(side.names.of_stage(name))
-        sequence = "query" if name in ("q_proj", "query") else "key"
-        if [sequence] in dims:
-            return _Tokens(tensor, dims.index([sequence]))
-    return None
-
-
-def _tokens_of_input(side: Side, stage: str) -> _Tokens | None:
-    """Return the first input of the run, `batch position …`, that has as many positions as the stage."""
-    dims = dims_of(side.names.of_stage(stage))
-    sequence = "query" if stage == "query" else "key"
-    if [sequence] not in dims:
+def _moved(places: Sequence[int | None], difference: Difference) -> Why | None:
+    """Return the position of each token, if all have one and some are elsewhere."""
+    if None in places or list(places) == list(range(len(places))):
         return None
-    length = side.attention.stages[stage].shape[dims.index([sequence])]
-    for named in side.run.recording.inputs:
-        if len(named.tensor.shape) > 1 and named.tensor.shape[1] == length:
-            return _Tokens(named.tensor, 1)
-    return None
+    where, stage = difference.where, difference.stage
+    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    sentence = f"The tokens of {stage} {where.left} have the positions {shown} of those {where.right}."
+    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=shown)
