@@ -68,6 +68,8 @@ class Why:
     source: str = ""
     """The line of the code."""
     module: str = ""
+    is_all: bool = True
+    """Whether it is all of the difference of its stage."""
     fact: str = ""
     """What is true of other stages too, where they differ alike; empty for a reason of one stage."""
 
@@ -311,6 +313,18 @@ class Difference:
     def is_finite(self) -> bool:
         """Whether both have finite numbers alone."""
         return bool(self.left.isfinite().all()) and bool(self.right.isfinite().all())
+
+    def is_factor_of_rows(self, among: Tensor | None = None) -> bool:
+        """Return whether each row of the left, along its last axis, is a multiple of that of the right.
+
+        With `among`, only where that is True.
+        """
+        left, right = self.ours, self.theirs
+        if among is not None:
+            left, right = left.masked_fill(~among, 0.0), right.masked_fill(~among, 0.0)
+        squares = (right * right).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        factors = (left * right).sum(-1, keepdim=True) / squares
+        return are_near(left, factors * right, max(1.0, float(factors.abs().max())) * self.near)
 
     @cached_property
     def is_clear(self) -> bool:

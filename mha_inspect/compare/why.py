@@ -178,7 +178,8 @@ class _Search:
         except LostError:
             return replace(trial, found=found, end="Whether anything else differs could not be tried.")
         if reason is not None:
-            return replace(further, found=found, end="More may differ." if len(found) >= _MOST else "")
+            is_last = len(found) >= _MOST or not reason.is_all
+            return replace(further, found=found, end="More may differ." if is_last else "")
         # A stage that differs in form alone changes no output.
         before, after = self._output(trial), self._output(further)
         if are_near(before, after, tolerance(before, self._floor)):

@@ -439,4 +439,18 @@ PAIRS = [
     Pair(
         "PositionsBackwards", with_(turn=halves), with_(turn=lambda m, x: halves(m, x.flip(2)).flip(2)), ("position",)
     ),
+    Pair(
+        "WindowAndBias",
+        with_(mask=lambda m, scores: _window(m, scores + 1 / (1 + scores[0, 0, 0].square()))),
+        RIGHT,
+        ("mask",),
+        first="masked_scores",
+    ),
+    Pair(
+        "NormAndRotation",
+        with_(turn=lambda m, x: halves(m, _normed("head")(m, x))),
+        RIGHT,
+        ("norm",),
+        first="q_heads",
+    ),
 ]

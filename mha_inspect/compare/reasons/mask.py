@@ -12,7 +12,7 @@ from torch import Tensor
 from ...measure.slopes import NEAR, rises_with_distance, slopes_in
 from ...naming.visibility import sees_by_head
 from ...text import listed, plural, small, spans
-from ..pair import Difference, Pair, Side, Where, Why
+from ..pair import Difference, Pair, Side, Where, Why, are_near
 
 _AFTER_SCORES = ("masked_scores", "weights")
 _LOWERED = 1e-3
@@ -30,9 +30,25 @@ def mask(pair: Pair, difference: Difference) -> Why | None:
     if difference.stage not in _AFTER_SCORES:
         return None
     sentence = visible_pairs(pair)
-    if not sentence and not _changes_scores(pair.left) and not _changes_scores(pair.right):
+    if sentence:
+        return Why("mask", sentence, is_all=_is_of_sight_alone(pair, difference))
+    if not _changes_scores(pair.left) and not _changes_scores(pair.right):
         sentence = _of_slopes(pair) or _of_biases(pair) or _of_lowered_scores(pair)
     return Why("mask", sentence) if sentence else None
+
+
+def _is_of_sight_alone(pair: Pair, difference: Difference) -> bool:
+    """Return whether scores and weights are those of the other side where both sides see a key."""
+    ours, theirs = pair.left.seen, pair.right.seen
+    if ours is None or theirs is None or difference.left.shape[-2:] != ours.shape:
+        return False
+    both = (ours & theirs).to(difference.left.device).expand_as(difference.left)
+    left, right = difference.left, difference.right
+    if difference.stage == "masked_scores":
+        both = both & left.isfinite() & right.isfinite()
+        return are_near(left.masked_fill(~both, 0.0), right.masked_fill(~both, 0.0), difference.near)
+    # Fewer keys share the same sum.
+    return difference.is_factor_of_rows(both)
 
 
 def _changes_scores(side: Side) -> bool:

@@ -27,7 +27,10 @@ def norm(pair: Pair, difference: Difference) -> Why | None:
         theirs = _normalized(pair.right.stage(stage))
         if ours is None or theirs is None or ours == theirs:
             continue
-        return Why("norm", f"The {what} are {ours} {where.left} and {theirs} {where.right}.", fact=f"{ours}, {theirs}")
+        sentence = f"The {what} are {ours} {where.left} and {theirs} {where.right}."
+        # A norm multiplies each vector by a number.
+        is_all = difference.is_finite and difference.is_factor_of_rows()
+        return Why("norm", sentence, fact=f"{ours}, {theirs}", is_all=is_all)
     return None
 
 
