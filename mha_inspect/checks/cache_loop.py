@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..compare.continuation import Continued
+from ..compare.calls.pair import Continued
 from ..record.arguments import tensors_in
 from .arguments import second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError

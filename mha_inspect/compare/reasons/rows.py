@@ -7,18 +7,51 @@ qkv.weight on the right    "(heads qkv head_dim) embed"
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..measure.reorder import NamedOrder, Reordering, explain
-from ..measure.weights import Weights
-from ..reports.diff import DiffReason
-from ..text import first_few, spans
-from .comparable_run import ComparableRun
-from .shared_weights import weights_by_name
-from .side_words import Where
+import torch
+
+from ...measure.reorder import NamedOrder, Reordering, explain
+from ...measure.weights import Numbers, Weights
+from ...text import first_few, spans
+from ..comparable_run import ComparableRun
+from ..pair import Where, Why
+from ..shared_weights import unreadable, weights_by_name, write_by_name
 
 
-def orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[DiffReason]:
+@contextmanager
+def by_head(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[tuple[Why, ...]]:
+    """Write the left weights into the right head by head for the body, and yield the orders that this changes.
+
+    Without an order nothing is written. One parameter may be read by several projections: then it cannot be written.
+    """
+    pairs = list(zip(left.weights, right.weights, strict=False))
+    has_all = not unreadable(left, right) and all(ours.shapes == theirs.shapes for ours, theirs in pairs)
+    if not has_all or all(_are_equal(ours.read(), theirs.read()) for ours, theirs in pairs):
+        yield ()
+        return
+    before = {name: tensor.detach().clone() for name, tensor in weights_by_name(right).items()}
+    numbers = [ours.read() for ours, _ in pairs]
+    try:
+        right.forget()
+        for (_, theirs), of_left in zip(pairs, numbers, strict=True):
+            theirs.write(of_left)
+        is_written = all(
+            _are_equal(of_left, theirs.read()) for (_, theirs), of_left in zip(pairs, numbers, strict=True)
+        )
+        yield tuple(_orders(left, right, where)) if is_written else ()
+    finally:
+        write_by_name(right, before)
+        right.forget()
+
+
+def _are_equal(wanted: Numbers, after: Numbers) -> bool:
+    """Return whether the weights are there as they were written, in the dtype of the side."""
+    return all(torch.equal(after[part], tensor.to(after[part].dtype)) for part, tensor in wanted.items())
+
+
+def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[Why]:
     """Yield a reason for each parameter whose rows the sides read in another order; the left weights are in the right.
 
     The parameters have the same names and shapes.
@@ -34,7 +67,7 @@ def orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[
         sentence = _read_in_another_order(copy, named, where) + _example(copy, where)
         attribute = copy.name.rpartition(".")[2]
         line = named.line(attribute, copy.order.axis, 2)
-        yield DiffReason("order", f"{sentence}.", line)
+        yield Why("order", f"{sentence}.", line)
 
 
 def _read_in_another_order(copy: _Copy, named: NamedOrder, where: Where) -> str:

@@ -1,63 +1,67 @@
-"""Why two sides differ after the same scores: in the keys that a query sees, in a bias, or in padding alone."""
+"""Why two sides differ after the same scores: in the keys that a query sees, or in a bias."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
 
 import torch
 from torch import Tensor
 
-from ..measure.slopes import NEAR, rises_with_distance, slopes_in
-from ..naming.visibility import sees_by_head, visibility
-from ..record.arguments import argument_names, tensors_in
-from ..reports.diff import DiffReason
-from ..text import listed, plural, small, spans
-from .comparable_run import ComparableRun, Comparison
-from .side_words import Where
+from ...measure.slopes import NEAR, rises_with_distance, slopes_in
+from ...naming.visibility import sees_by_head
+from ...text import listed, plural, small, spans
+from ..pair import Difference, Pair, Side, Where, Why, are_near
 
 _AFTER_SCORES = ("masked_scores", "weights")
 _LOWERED = 1e-3
 """What a mask takes from a score at least; less may be rounding."""
 _MASKED_OUT = 1e4
 """A score that is lowered by this gets no weight in any dtype."""
-_CERTAIN = 10
-"""Differences above this many rounding errors are no rounding."""
 _HEADS = 8
 """The most slopes to list."""
 _OF_BIASES = ("add", "fill", "times", "scale")
 """Steps from the scores to the softmax that mask, scale, or add a bias."""
 
 
-def of_masks(left: ComparableRun, right: ComparableRun, first: str | None, where: Where) -> Iterator[DiffReason]:
-    """Yield how the masks differ, where the scores are the same and the masked scores or weights are not."""
-    if first not in _AFTER_SCORES:
-        return
-    for place in range(min(len(left.attentions), len(right.attentions))):
-        sentence = visible_pairs(left, right, place, where)
-        if not sentence and not _changes_scores(left, place) and not _changes_scores(right, place):
-            sentence = _of_slopes(left, right, place, where)
-            sentence = sentence or _of_biases(left, right, place, where)
-            sentence = sentence or _of_lowered_scores(left, right, place, where)
-        if sentence:
-            yield DiffReason("mask", sentence)
-            return
+def mask(pair: Pair, difference: Difference) -> Why | None:
+    """Return how the masks differ, where the scores are the same and the masked scores or weights are not."""
+    if difference.stage not in _AFTER_SCORES:
+        return None
+    sentence = visible_pairs(pair)
+    if sentence:
+        return Why("mask", sentence, is_all=_is_of_sight_alone(pair, difference))
+    if not _changes_scores(pair.left) and not _changes_scores(pair.right):
+        sentence = _of_slopes(pair) or _of_biases(pair) or _of_lowered_scores(pair)
+    return Why("mask", sentence) if sentence else None
 
 
-def _changes_scores(side: ComparableRun, place: int) -> bool:
+def _is_of_sight_alone(pair: Pair, difference: Difference) -> bool:
+    """Return whether scores and weights are those of the other side where both sides see a key."""
+    ours, theirs = pair.left.seen, pair.right.seen
+    if ours is None or theirs is None or difference.left.shape[-2:] != ours.shape:
+        return False
+    both = (ours & theirs).to(difference.left.device).expand_as(difference.left)
+    left, right = difference.left, difference.right
+    if difference.stage == "masked_scores":
+        both = both & left.isfinite() & right.isfinite()
+        return are_near(left.masked_fill(~both, 0.0), right.masked_fill(~both, 0.0), difference.near)
+    # Fewer keys share the same sum.
+    return difference.is_factor_of_rows(both)
+
+
+def _changes_scores(side: Side) -> bool:
     """Return whether a function changes the scores, e.g. a soft cap: the rest is then no bias alone."""
-    attention = side.attentions[place][0]
-    return any(step not in _OF_BIASES for step, _ in attention.scoring)
+    return any(step not in _OF_BIASES for step, _ in side.attention.scoring)
 
 
 # -- visible keys -----------------------------------------------------------------------------------------------------
 
 
-def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def visible_pairs(pair: Pair) -> str:
     """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
-    ours = _seen(left, place)
-    theirs = _seen(right, place)
+    ours, theirs, where = pair.left.seen, pair.right.seen, pair.where
     if ours is None or theirs is None:
         return ""
     if ours.shape != theirs.shape or torch.equal(ours, theirs):
@@ -68,13 +72,6 @@ def visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: 
         f"The masks differ in {int(apart.sum()):,} of {plural(apart.numel(), 'pair')} of a query and a key: query "
         f"{query} sees {_keys(ours[query])} {where.left} and {_keys(theirs[query])} {where.right}."
     )
-
-
-def _seen(side: ComparableRun, place: int) -> Tensor | None:
-    """Return `query key`: True for the keys that a query of an attention sees; None if it is unknown."""
-    attention, names = side.attentions[place]
-    visible = visibility(side.run.graph, attention, names)
-    return None if visible is None else visible.seen
 
 
 def _keys(seen: Tensor) -> str:
@@ -117,11 +114,11 @@ class _Biased:
         return added.masked_fill(~self.seen, 0.0)
 
 
-def _biased(side: ComparableRun, place: int) -> _Biased | None:
+def _biased(side: Side) -> _Biased | None:
     """Return the scores of an attention without and with a bias; None if one of them is unknown."""
-    scores = side.content(place, "scores")
-    masked = side.content(place, "masked_scores")
-    weights = side.content(place, "weights")
+    scores = side.stage("scores")
+    masked = side.stage("masked_scores")
+    weights = side.stage("weights")
     if scores is None or masked is None or weights is None:
         return None
     if not scores.shape == masked.shape == weights.shape:
@@ -129,10 +126,9 @@ def _biased(side: ComparableRun, place: int) -> _Biased | None:
     return _Biased(scores, masked, sees_by_head(weights, masked))
 
 
-def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def _of_slopes(pair: Pair) -> str:
     """Return the slopes of two biases that are linear in the position of the key; empty for other or equal biases."""
-    ours = _biased(left, place)
-    theirs = _biased(right, place)
+    ours, theirs, where = _biased(pair.left), _biased(pair.right), pair.where
     if ours is None or theirs is None:
         return ""
     slopes = ours.slopes
@@ -178,10 +174,9 @@ def _off_by_one_head(left: Sequence[float], right: Sequence[float], where: Where
     return f" Head 1 {here} has the slope of head 0 {there}: the slopes are off by one head."
 
 
-def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def _of_biases(pair: Pair) -> str:
     """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
-    ours = _biased(left, place)
-    theirs = _biased(right, place)
+    ours, theirs, where = _biased(pair.left), _biased(pair.right), pair.where
     if ours is None or theirs is None or ours.scores.shape != theirs.scores.shape:
         return ""
     if not torch.equal(ours.seen, theirs.seen):
@@ -204,13 +199,12 @@ def _of_biases(left: ComparableRun, right: ComparableRun, place: int, where: Whe
 # -- scores whose axes have no names ----------------------------------------------------------------------------------
 
 
-def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+def _of_lowered_scores(pair: Pair) -> str:
     """Return how many scores only one side's mask lowers, or how many get other numbers; empty if it is unknown.
 
     What a side adds is its masked scores without its scores.
     """
-    ours = _added(left, place)
-    theirs = _added(right, place)
+    ours, theirs, where = _added(pair.left), _added(pair.right), pair.where
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return ""
     lowered = [_lowered_alone(ours, theirs, where.left), _lowered_alone(theirs, ours, where.right)]
@@ -222,10 +216,10 @@ def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, wh
     return f"The masks add different numbers to {count:,} of {ours.numel():,} scores." if count else ""
 
 
-def _added(side: ComparableRun, place: int) -> Tensor | None:
+def _added(side: Side) -> Tensor | None:
     """Return what a mask adds to the scores, in the axes of the masked scores; None if it is unknown."""
-    masked = side.as_made(place, "masked_scores")
-    scores = side.as_made(place, "scores")
+    masked = side.as_made("masked_scores")
+    scores = side.as_made("scores")
     if masked is None or scores is None or scores.numel() != masked.numel():
         return None
     return masked.double() - scores.double().reshape(masked.shape)
@@ -239,49 +233,3 @@ def _lowered_alone(added: Tensor, beside: Tensor, called: str) -> str:
     most = -float(added[alone].min())
     by = f"by up to {most:.4g}" if most < _MASKED_OUT else "so far that they are masked out"
     return f"{int(alone.sum()):,} {called} alone, {by}"
-
-
-# -- padding ----------------------------------------------------------------------------------------------------------
-
-
-def of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReason]:
-    """Yield the mask that says where the outputs differ: they are the same at every token that it keeps.
-
-    Kernels and implementations are free in what they return for padding.
-    """
-    differs = _tokens_that_differ(left, right)
-    if differs is None:
-        return
-    subject = left.subject
-    for name, mask in tensors_in(argument_names(subject.module, subject.args, subject.kwargs)):
-        if mask.shape != differs.shape:
-            continue
-        is_mask = (mask == 0) | (mask == 1)
-        if not bool(is_mask.all()):
-            continue
-        for value in (0, 1):
-            masked = (mask == value).to(differs.device)
-            if _has_all(masked, differs):
-                tokens = f"{plural(int(masked.sum()), 'token')} of {masked.numel()}"
-                sentence = f"The outputs differ only at the {tokens} where {name} is {value}."
-                yield DiffReason("padding", sentence)
-                return
-
-
-def _tokens_that_differ(left: ComparableRun, right: ComparableRun) -> Tensor | None:
-    """Return `batch token`: True where the outputs differ by more than rounding; None if it cannot be said."""
-    ours = left.output
-    theirs = right.output
-    floor = Comparison(left, right).output(()).noise_floor
-    if ours.shape != theirs.shape or ours.dim() < 3 or floor is None:
-        return None
-    apart = (ours.double() - theirs.double()).nan_to_num(torch.inf).abs()
-    by_token = apart.flatten(2).amax(2)
-    return by_token > _CERTAIN * floor
-
-
-def _has_all(masked: Tensor, differs: Tensor) -> bool:
-    """Return whether every token that differs is masked, and some tokens are masked and some not: `batch token`."""
-    if not bool(masked.any()) or bool(masked.all()):
-        return False
-    return not bool((differs & ~masked).any())

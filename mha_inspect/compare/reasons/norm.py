@@ -1,4 +1,4 @@
-"""Why two sides differ in their queries and keys: they are normalized on one side alone, or over other features.
+"""Queries and keys are normalized on one side alone, or over other features.
 
     q = self.q_norm(q.view(b, t, heads, head_dim))      # in each head
     q = self.q_norm(q).view(b, t, heads, head_dim)      # over all heads together
@@ -8,32 +8,30 @@ A norm gives every vector that it is over one length. A rotation after it does n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
-from ..reports.diff import DiffReason
-from .comparable_run import ComparableRun
-from .side_words import Where
+from ..pair import Difference, Pair, Why
 
 _STAGES = {"q_heads": "queries", "k_heads": "keys"}
 _NEAR = 1e-2
 """Lengths that differ by less are one: a norm adds a small number to the variance."""
 
 
-def of_norms(left: ComparableRun, right: ComparableRun, first: str | None, where: Where) -> Iterator[DiffReason]:
-    """Yield that queries or keys are normalized in other ways, if they are the first stage that differs."""
-    if first not in _STAGES:
-        return
-    for place in range(min(len(left.attentions), len(right.attentions))):
-        for stage, what in _STAGES.items():
-            ours = _normalized(left.content(place, stage))
-            theirs = _normalized(right.content(place, stage))
-            if ours is None or theirs is None or ours == theirs:
-                continue
-            sentence = f"The {what} are {ours} {where.left} and {theirs} {where.right}."
-            yield DiffReason("norm", sentence)
-            return
+def norm(pair: Pair, difference: Difference) -> Why | None:
+    """Return that queries or keys are normalized in other ways."""
+    if difference.stage not in _STAGES:
+        return None
+    where = difference.where
+    for stage, what in _STAGES.items():
+        ours = _normalized(pair.left.stage(stage))
+        theirs = _normalized(pair.right.stage(stage))
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        sentence = f"The {what} are {ours} {where.left} and {theirs} {where.right}."
+        # A norm multiplies each vector by a number.
+        is_all = difference.is_finite and difference.is_factor_of_rows()
+        return Why("norm", sentence, fact=f"{ours}, {theirs}", is_all=is_all)
+    return None
 
 
 def _normalized(heads: Tensor | None) -> str | None:
