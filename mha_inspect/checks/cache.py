@@ -23,9 +23,7 @@ from .arguments import CACHES, counts, second_output
 from .cache_loop import Cache, Loop
 from .evidence import Evidence, NotPossibleError, RaisedError, UndeclaredError
 from .masked_runs import padded_sources, padding_mask
-from .newest import without_newest
 from .seen_keys import SeenKeys
-from .slots import slots
 
 _FEW = 4
 """The smallest number of tokens that shows how calls continue from a cache."""
@@ -34,35 +32,16 @@ _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault of slots or of calls that continue from a cache; else a suspicion of a call without its newest."""
-    newest = list(without_newest(evidence))
-    try:
-        findings = _of_calls(evidence)
-    except NotPossibleError:
-        yield from newest
-        raise
-    yield from findings or newest
+    """Yield a fault if calls that continue from a cache give other outputs than one call.
 
-
-def _of_calls(evidence: Evidence) -> list[Finding]:
-    """Return a fault if slots of a cache are wrong, or calls that continue from it give other outputs than one call.
-
-    If the given call continues from a cache itself, a call from the first position on is judged too.
+    If the given call continues from a cache itself, a call from the first position on is judged in its place.
     """
-    findings = _of_slots(evidence)
-    if findings:
-        return findings
     drawn = _from_start(evidence)
     if drawn is None:
-        return _of_continued_calls(evidence)
-    findings = _of_slots(drawn) or _of_continued_calls(drawn)
-    return [replace(finding, evidence=_DRAWN + finding.evidence) for finding in findings]
-
-
-def _of_slots(evidence: Evidence) -> list[Finding]:
-    with suppress(NotPossibleError):  # without a cache in this call
-        return list(slots(evidence))
-    return []
+        yield from _of_continued_calls(evidence)
+        return
+    for finding in _of_continued_calls(drawn):
+        yield replace(finding, evidence=_DRAWN + finding.evidence)
 
 
 def _of_continued_calls(evidence: Evidence) -> list[Finding]:

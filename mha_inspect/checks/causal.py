@@ -20,7 +20,6 @@ from ..text import listed
 from .causal_masks import against_causal
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .seen_keys import SeenKeys
-from .slots import slots
 
 _CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
 """The name of a class that should be causal."""
@@ -134,9 +133,6 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
     if change is None:
         return None
     evidence.require_passed("heads")
-    if _has_faulty_slots(evidence):
-        evidence.failed.add("cache")
-    evidence.require_passed("cache")
     if any(attention.divided for attention, _ in evidence.run.attentions):
         return _by_the_sum(evidence, change.proof)
     ordered = _other_order(evidence)
@@ -173,13 +169,6 @@ def _sees_no_key(evidence: Evidence) -> Tensor:
         if sight.queries == length:
             blind |= ~sight.seen[0].any(-1)
     return blind
-
-
-def _has_faulty_slots(evidence: Evidence) -> bool:
-    """Return whether slots of a cache are wrong: the check `cache` reports them, and other findings follow from it."""
-    with suppress(NotPossibleError):  # without a cache
-        return bool(list(slots(evidence)))
-    return False
 
 
 def _from_the_future(proof: str) -> Finding:
@@ -361,9 +350,7 @@ def _is_on_another_axis(evidence: Evidence, sight: SeenKeys) -> bool:
 def _in_other_order(evidence: Evidence) -> Finding | None:
     """Return an attention that would be causal if its queries and keys were in one order."""
     finding = _other_order(evidence)
-    if finding is None or _has_faulty_slots(evidence):
-        return None
-    return replace(finding, sure=False)
+    return None if finding is None else replace(finding, sure=False)
 
 
 def _beside_attention(evidence: Evidence) -> Finding | None:

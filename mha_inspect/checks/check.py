@@ -27,7 +27,6 @@ from .arguments import Arguments, require_apart
 from .batch_items import batch
 from .cache import cache
 from .causal import causal
-from .equals import unlike_masks, unlike_rotations, unlike_scales
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .finite import finite
 from .grouped_heads import grouped
@@ -37,7 +36,6 @@ from .lookalikes import found_instead
 from .masked_runs import mask_facts
 from .masking import masking
 from .mixing import mixing
-from .newest import without_newest
 from .one_position import one_position
 from .padding import padding
 from .parameters import parameters
@@ -45,7 +43,6 @@ from .repeated_keys import repeated_keys
 from .rotary import rotary
 from .same import draws, reference, repeat, training
 from .scores import lone_softmaxes, scale, scale_words, softmax
-from .slots import has_lost_tokens
 from .split_heads import heads
 from .window import window
 from .written_inputs import inputs
@@ -74,26 +71,12 @@ class Check:
 def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults in what is added to the scores: masks, and slopes by distance."""
     faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
-    if not faults:  # a layer with a fault is unlike the others
-        faults = list(unlike_masks(evidence))
     yield from faults
     is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
     # A function of each score alone, e.g. relu, gives zeros without a mask.
     has_zeros = any(sight.has_zeros and not sight.attention.weighing for sight in evidence.sights)
     if not faults and not is_any_masked and not has_zeros:
         raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
-
-
-def _rotations(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults of rotations, and a layer that rotates otherwise than its equals."""
-    yield from unlike_rotations(evidence)
-    yield from rotary(evidence)
-
-
-def _scales(evidence: Evidence) -> Iterator[Finding]:
-    """Yield layers that are scaled otherwise than their equals, then a scale that is not as declared."""
-    yield from unlike_scales(evidence)
-    yield from scale(evidence)
 
 
 def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
@@ -117,7 +100,7 @@ _CHECKS = {
     "masking": Check(_masks_and_slopes),
     "finite": Check(finite, follows=("softmax",)),
     "grouped": Check(_shared_heads),
-    "rotary": Check(_rotations, by_position=True),
+    "rotary": Check(rotary, by_position=True),
     "batch": Check(batch, runs=True, follows=("heads", "softmax"), confirm="--batch-axis 0 or 1"),
     "mixing": Check(
         _mixing_and_order,
@@ -132,7 +115,7 @@ _CHECKS = {
     "window": Check(window, follows=("softmax", "masking", "causal"), confirm="--window N", by_position=True),
     "padding": Check(padding, runs=True, confirm="--mask NAME=keep", by_position=True),
     "cache": Check(cache, runs=True, follows=OF_OUTPUTS, by_position=True),
-    "scale": Check(_scales, on_meta=CHECKS["scale"], confirm="--scale sqrt_head_dim"),
+    "scale": Check(scale, on_meta=CHECKS["scale"], confirm="--scale sqrt_head_dim"),
     "reference": Check(reference),
 }
 """In the order of `CHECKS`."""
@@ -267,8 +250,6 @@ def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
         findings += [result for result in results if isinstance(result, Finding)]
         evidence.failed.update(_failed(results))
     findings += _drops_in_eval(evidence)
-    with suppress(NotPossibleError):  # without tokens, there is no newest one
-        findings += without_newest(evidence)
     return _sure_first(findings)
 
 
@@ -422,12 +403,9 @@ def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
         yield Fact("mask", _adds_nothing(evidence, attention)), attention.module
     if "heads" in evidence.failed:  # a position of a head is not a token
         return
-    by_row = ""
-    if "cache" in evidence.failed and has_lost_tokens(evidence):
-        by_row = ", if key rows were tokens in order"
     for sight in evidence.sights:
         drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
-        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
+        yield Fact("who sees whom", sight.words() + drawn, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:

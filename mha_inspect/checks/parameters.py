@@ -16,7 +16,6 @@ from ..naming.axes import AxisNames
 from ..record.ops import Op
 from ..reports.check import Finding, SkippedCheck
 from ..text import shortened, spans
-from .adapters import factors_on_other_sides
 from .each_kind import of_each_kind
 from .evidence import Evidence, NotPossibleError
 from .gradients import without_gradient
@@ -37,7 +36,6 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if not twice:
         # Heads that share their weights because one name is written twice were found above.
         yield from _heads_with_same_weights(evidence)
-    yield from factors_on_other_sides(evidence)
     for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)

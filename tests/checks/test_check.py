@@ -18,9 +18,9 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
-from ...corpus.planted import MADE, B, E, H, N, Right
-from ...hf_sizes import flags_of
-from ...warm import Answer
+from ..corpus.planted import MADE, B, E, H, N, Right
+from ..hf_sizes import flags_of
+from ..warm import Answer
 
 Invoke = Callable[..., Answer]
 

@@ -14,7 +14,7 @@ from mha_inspect import Intent
 from mha_inspect.errors import InputError
 from mha_inspect.reports.check import CheckReport
 
-from ...corpus.planted import B, D, E, H, N, Right, angles, future, halves
+from ..corpus.planted import B, D, E, H, N, Right, angles, future, halves
 
 
 def checked(module: nn.Module, *args: Tensor, **intent: Any) -> CheckReport:

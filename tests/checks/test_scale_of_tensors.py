@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.reports.trace import Trace
 
-from ...corpus.planted import D, E, N, Right
+from ..corpus.planted import D, E, N, Right
 
 SCALE = D**-0.5
 FACTORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -13,8 +13,8 @@ from mha_inspect import Intent
 from mha_inspect.errors import InputError
 from mha_inspect.reports.check import CheckReport, Fact
 
-from ...corpus.items import Documents, DocumentsBothWays, Masked, PaddedByItem
-from ...corpus.planted import B, D, E, Right
+from ..corpus.items import Documents, DocumentsBothWays, Masked, PaddedByItem
+from ..corpus.planted import B, D, E, Right
 
 
 def checked(module: nn.Module, *args: Tensor, **intent: Any) -> CheckReport:
