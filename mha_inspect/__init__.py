@@ -26,7 +26,7 @@ __all__ += ["AttentionSpec", "InputSpec", "Intent", "RunSpec", "Show"]
 _HOMES = {
     **dict.fromkeys(("check", "compare_heads", "diff", "params", "recording", "trace"), "api"),
     **dict.fromkeys(("AttentionSpec", "InputSpec", "RunSpec", "Show"), "layers.spec"),
-    "Intent": "answers.check.intent",
+    "Intent": "checks.intent",
 }
 """Public name to the module that defines it."""
 

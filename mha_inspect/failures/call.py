@@ -43,7 +43,7 @@ _LAYER_FORWARDS = {
     nn.MultiheadAttention.forward.__code__: "nn.MultiheadAttention",
     nn.Transformer.forward.__code__: "nn.Transformer",
 }
-_PASSES_ON = ("einops/", "mha_inspect/record", "mha_inspect/answers/failure")
+_PASSES_ON = ("einops/", "mha_inspect/record", "mha_inspect/failures")
 _TAKE_MASKS = ("masked_fill", "masked_fill_", "where")
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),

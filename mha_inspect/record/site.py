@@ -51,9 +51,8 @@ _PASS_ON = tuple(
     os.sep.join(("torch", *tail))
     for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
 )
-_OWN = (
-    os.path.join(_PACKAGE, "record", ""),
-    os.path.join(_PACKAGE, "answers", ""),
+_OWN = tuple(
+    os.path.join(_PACKAGE, room, "") for room in ("record", "compare", "failures", "checks", "checkpoints", "questions")
 )
 """Folders of this package whose code only passes calls from the user's code on to torch."""
 ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__

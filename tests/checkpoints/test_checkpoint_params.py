@@ -19,7 +19,7 @@ from mha_inspect.layers.spec import Show
 from mha_inspect.render.formats import to_text
 from mha_inspect.running.subject import Subject
 
-from ...fuzz.files import saved
+from ..fuzz.files import saved
 
 
 def roles(report: Any) -> dict[str, tuple[str, str]]:

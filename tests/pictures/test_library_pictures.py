@@ -125,7 +125,7 @@ def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
 
 
 def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
-    from mha_inspect.answers import trace
+    from mha_inspect.questions import trace
 
     real = trace.traced
 
