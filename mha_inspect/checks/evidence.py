@@ -248,8 +248,8 @@ class Evidence:
 
     @property
     def scores_line(self) -> str:
-        """The line of the first scores."""
-        return self.run.attentions[0][0].score_product.op.source
+        """The line of the first scores; empty without attention."""
+        return self.run.attentions[0][0].score_product.op.source if self.run.attentions else ""
 
     @property
     def mask_line(self) -> str:
@@ -639,8 +639,7 @@ def evidence_of(
     again = None
     if not once and not on_meta:
         with suppress(Exception):  # user code may raise anything in a second run
-            if run.attentions:
-                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
+            again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     return Evidence(
         runner=runner,
         subject=subject,

@@ -37,8 +37,8 @@ def _without_sum(run: Run) -> str:
         if len(sizes) < 2 or (1,) not in sizes or not graph.comes_from_inputs(*multiply.inputs):
             continue
         return (
-            f"Found instead: a softmax at {softmax.source} of queries times keys, element by element "
-            f"({multiply.source}): the product is never summed over the features, so each feature attends alone."
+            f"Found instead: a softmax of queries times keys, element by element ({multiply.source}). The product is "
+            "never summed over the features, so each feature attends alone."
         )
     return ""
 

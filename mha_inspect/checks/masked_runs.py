@@ -16,8 +16,8 @@ from ..reports.check import Fact, Finding
 from ..text import shortened, spans
 from .arguments import Source
 from .evidence import Evidence, NotPossibleError
-from .masking import masks_everything, weak_masks
-from .scores import softmax
+from .rules.masking import masks_everything, weak_masks
+from .rules.softmax import softmax
 from .seen_keys import SeenKeys
 
 _MOST = 2

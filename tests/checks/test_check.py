@@ -58,7 +58,7 @@ def test_the_module_is_left_as_it_was() -> None:
 def test_bad_input_says_what_there_is() -> None:
     x = torch.randn(B, N, E)
     with pytest.raises(InputError, match=r"no attention to check: .* computes 2 products \(addmm"):
-        mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
+        mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x, only="heads")
     with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. Its arguments: x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="Unknown check headz"):

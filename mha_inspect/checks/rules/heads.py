@@ -8,22 +8,57 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from ..compare.replay import SIDES, Factor, LostError, Row
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..reports.check import Finding
-from ..text import listed, plural
-from .each_kind import of_each_kind
-from .evidence import Evidence, NotPossibleError
-from .merged_heads import merged
+from ...compare.replay import SIDES, Factor, LostError, Row
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...reports.check import Finding
+from ...text import listed, plural
+from ..each_kind import of_each_kind
+from ..evidence import Evidence, NotPossibleError
+from ..merged_heads import merged
+from ..registry import rule
 
 _MOST_TOKENS = 64
 """The largest number of tokens to follow."""
 
 
+@rule()
 @partial(of_each_kind, "no heads were found")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield a fault if splitting or merging heads mixes tokens."""
+    """Heads are split and merged within each token.
+
+    One token of q_proj, k_proj and v_proj is changed at a time, and the positions of each head that
+    change are found. All features of a token must be at one position of the heads, and after the merge
+    in one token. `view(batch, heads, tokens, head_dim)` gives the right shape and the wrong order. The
+    model still trains, only worse, and a causal mask no longer hides the future.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            parts = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.reshape(len(x), 2, -1, 8) for t in parts)
+            weights = (q @ k.mT / 8**0.5).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        q, k, v = (t.reshape(len(x), 2, -1, 8) for t in parts)
+    +        parts = (t.reshape(len(x), -1, 2, 8) for t in parts)
+    +        q, k, v = (t.transpose(1, 2) for t in parts)
+    ```
+    """
     followed = _followed_sides(evidence, attention, names)
     splits = []
     for token in followed.values():

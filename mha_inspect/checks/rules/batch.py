@@ -13,16 +13,17 @@ from operator import floordiv, mod
 import torch
 from torch import Tensor
 
-from ..graph.attention import Attention
-from ..graph.axis import resolve, size_of, wide
-from ..naming.visibility import kinds_of
-from ..reports.check import Finding
-from ..text import plural
-from .arguments import Source, batch_axis_of
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError
-from .exchanged_axes import way_out
-from .item_masks import masks_of_other_items
-from .mixed_items import line_of_mixed_items
+from ...graph.attention import Attention
+from ...graph.axis import resolve, size_of, wide
+from ...naming.visibility import kinds_of
+from ...reports.check import Finding
+from ...text import plural
+from ..arguments import Source, batch_axis_of
+from ..evidence import OTHER_SIZES, Evidence, NotPossibleError
+from ..exchanged_axes import way_out
+from ..item_masks import masks_of_other_items
+from ..mixed_items import line_of_mixed_items
+from ..registry import rule
 
 _MIXED = "Changing one batch item changes the output of another."
 _KEEP_SEPARATE = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
@@ -60,8 +61,44 @@ class _Leak:
         )
 
 
+@rule(
+    runs=True,
+    after=("heads", "softmax"),
+    confirm="--batch-axis 0 or 1",
+    of_outputs="changing one batch item does not affect the others",
+)
 def batch(evidence: Evidence) -> Iterator[Finding]:
-    """Yield batch items whose tokens or masks change the outputs of other items change."""
+    """Changing one batch item does not affect the others.
+
+    A token of one batch item is changed, and the outputs of the other items are compared with those
+    before. The outputs must stay the same. Otherwise training mixes unrelated sequences, and an output
+    depends on the sequences that happen to be in the same batch. The usual cause is a layer that
+    expects the tokens first.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2)
+
+        def forward(self, x):
+            batch, tokens, features = x.shape
+            return self.attention(x, x, x, need_weights=False)[0]
+    ```
+
+    ## Right
+
+    ```diff
+    -        self.attention = nn.MultiheadAttention(16, 2)
+    +        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    ```
+    """
     source = evidence.source
     if source.batch is None:
         raise NotPossibleError("the input has no batch")
@@ -171,20 +208,25 @@ def _runs_over_the_batch(evidence: Evidence, leak: _Leak) -> Finding:
         fix += " If the input is [seq, batch, embed], add --seq-first."
     return Finding(
         "batch",
-        "Attention runs over the batch instead of the positions: batch items affect each other, and the tokens of "
-        "one item do not.",
+        f"{_mixer(evidence)} runs over the batch instead of the positions: batch items affect each other, and the "
+        "tokens of one item do not.",
         leak.proof,
         source=evidence.scores_line,
         fix=fix,
     )
 
 
+def _mixer(evidence: Evidence) -> str:
+    """Return what mixes tokens."""
+    return "Attention" if evidence.run.attentions else "The module"
+
+
 def _may_run_over_the_batch(evidence: Evidence, leak: _Leak) -> Finding:
     axis, _ = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     return Finding(
         "batch",
-        f"Attention may run over the batch: it mixes dimension {axis} of the input and not dimension {1 - axis}. "
-        "If the sequence comes first, this is correct: set batch_axis.",
+        f"{_mixer(evidence)} may run over the batch: it mixes dimension {axis} of the input and not dimension "
+        f"{1 - axis}. If the sequence comes first, this is correct: set batch_axis.",
         leak.proof,
         sure=False,
         source=evidence.scores_line,
@@ -256,6 +298,9 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
     sentence = _MIXED
     line = ""
     why = _why_correct(evidence, reach, leak.source)
+    _, is_known = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
+    if not why and not is_known and not evidence.run.attentions:
+        why = f"dimension {leak.source.batch} is not the batch"
     if why:
         sentence += f" The module is correct if {why}."
     elif _is_first(evidence, leak.source):

@@ -11,15 +11,16 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ..compare.replay import SIDES, Factor, LostError
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..record.arguments import tensors_in
-from ..reports.check import Finding
-from ..text import listed
-from .causal_masks import against_causal
-from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .seen_keys import SeenKeys
+from ...compare.replay import SIDES, Factor, LostError
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...record.arguments import tensors_in
+from ...reports.check import Finding
+from ...text import listed
+from ..causal_masks import against_causal
+from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..registry import rule
+from ..seen_keys import SeenKeys
 
 _CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
 """The name of a class that should be causal."""
@@ -30,8 +31,45 @@ _MOST_TOKENS = 64
 """The largest number of tokens to change one by one."""
 
 
+@rule(
+    after=("softmax", "masking"), confirm="--causal", by_position=True, of_outputs="no output depends on a later token"
+)
 def causal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault if a causal module attends to the future, or not to all of its past."""
+    """Each position sees itself and its past, and no future position.
+
+    `--causal` declares a causal mask. Each position must give weight to itself and to its whole past,
+    and to no later position. A later token is also changed, and no output before it may change. A model
+    that sees the next token copies it: the loss falls close to 0 in training, and generation fails.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention --causal
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+            scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
+            weights = scores.softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+    +        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    ```
+    """
     if evidence.intent.causal is False:
         return
     if any(sight.queries < sight.keys for sight in evidence.sights):
@@ -355,7 +393,7 @@ def _in_other_order(evidence: Evidence) -> Finding | None:
 
 def _beside_attention(evidence: Evidence) -> Finding | None:
     """Return an output that depends on a future token although every attention is causal."""
-    if len(evidence.sights) < len(evidence.run.attentions):
+    if not evidence.sights or len(evidence.sights) < len(evidence.run.attentions):
         return None
     if not all(sight.is_causal for sight in evidence.sights):
         return None

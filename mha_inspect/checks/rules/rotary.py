@@ -11,15 +11,16 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from ..compare.replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
-from ..graph.attention import Attention
-from ..graph.rerun import between
-from ..naming.axes import AxisNames
-from ..record.ops import Op, TensorRef
-from ..reports.check import Finding
-from .each_kind import of_each_kind
-from .evidence import Evidence
-from .ladders import frequencies_off
+from ...compare.replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
+from ...graph.attention import Attention
+from ...graph.rerun import between
+from ...naming.axes import AxisNames
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from ..each_kind import of_each_kind
+from ..evidence import Evidence
+from ..ladders import frequencies_off
+from ..registry import rule
 
 _NEAR = 1e-3
 """Relative differences below this count as equal."""
@@ -31,9 +32,50 @@ _MOST_TOKENS = 64
 """The largest number of tokens of each axis to follow."""
 
 
+@rule(by_position=True)
 @partial(of_each_kind, "no rotary embedding was found")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
+    """Queries and keys are rotated by the same rule.
+
+    All positions get the same token, and the rotated queries and keys of each position are compared.
+    Queries and keys must be rotated by the same angle, so that a score depends on the distance between
+    two tokens alone. Otherwise the model depends on absolute positions, and fails on longer sequences
+    and on loaded weights.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    import torch
+    from torch import nn
+
+
+    def rotate(x):
+        angle = torch.outer(torch.arange(x.shape[2]), 10.0 ** -torch.arange(4))
+        a, b = x.chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            weights = (rotate(q) @ k.mT / 8**0.5).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        weights = (rotate(q) @ k.mT / 8**0.5).softmax(-1)
+    +        weights = (rotate(q) @ rotate(k).mT / 8**0.5).softmax(-1)
+    ```
+    """
     first = first_key(evidence, attention, names)
     of_offsets = list(_of_offsets(evidence, attention, names, first))
     try:
