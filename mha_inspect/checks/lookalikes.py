@@ -20,7 +20,7 @@ def found_instead(run: Run) -> str:
     """Return what is there of an attention, as a sentence; empty if nothing is, or an attention was found."""
     if run.attentions:
         return ""
-    return _without_sum(run) or _products_in_a_row(run)
+    return _without_sum(run) or _weights(run) or _products_in_a_row(run)
 
 
 def _without_sum(run: Run) -> str:
@@ -41,6 +41,34 @@ def _without_sum(run: Run) -> str:
             "never summed over the features, so each feature attends alone."
         )
     return ""
+
+
+def _weights(run: Run) -> str:
+    """Return the sentence of weights of a few keys each that sum to one, made of a product of activations."""
+    recording = run.recording
+    for product in run.recording.ops:
+        content = recording.values.get(product.inputs[0].id) if product.inputs else None
+        if content is None or content.dim() < 3 or not product.does("product") or len(product.inputs) < 2:
+            continue
+        if not run.graph.comes_from_inputs(*product.inputs[-2:]) or not _sums_to_one(content, (-1,)):
+            continue
+        made_of = [op for op in recording.ops[: product.index] if op.does("product") and _is_of_activations(run, op)]
+        if not any(between(recording, {op.output.id}, product.inputs[0]) for op in made_of):
+            continue
+        counts = (content != 0).sum(-1)
+        fewest, most, keys = int(counts.min()), int(counts.max()), content.shape[-1]
+        if most == keys:
+            continue
+        seen = str(most) if fewest == most else f"{fewest} to {most}"
+        return (
+            f"Found instead: weights that sum to 1 and no softmax over all keys ({product.source}): each query gives "
+            f"weight to {seen} of {keys} keys."
+        )
+    return ""
+
+
+def _is_of_activations(run: Run, op: Op) -> bool:
+    return len(op.inputs) > 1 and run.graph.comes_from_inputs(*op.inputs[-2:])
 
 
 def _products_in_a_row(run: Run) -> str:
@@ -74,17 +102,19 @@ def _follows(run: Run, first: Op, factor: TensorRef) -> bool:
         contents = [run.recording.values.get(tensor.id) for tensor in op.outputs]
         if op is not first and op.does("product"):
             return False
-        if any(content is None or _sums_to_one(content) for content in contents):
+        if any(content is None or _may_sum_to_one(content) for content in contents):
             return False
     return True
 
 
-def _sums_to_one(content: Tensor) -> bool:
+def _may_sum_to_one(content: Tensor) -> bool:
     """Return whether numbers are weights over their last dimension, or over the last two."""
+    return _sums_to_one(content, (-1,)) or _sums_to_one(content, (-2, -1))
+
+
+def _sums_to_one(content: Tensor, over: tuple[int, ...]) -> bool:
+    """Return whether numbers are weights over these dimensions."""
     if not content.is_floating_point() or content.is_meta or content.dim() < 2 or bool((content < 0).any()):
         return False
-    for over in ((-1,), (-2, -1)):
-        sums = content.detach().double().sum(over)
-        if sums.numel() < content.numel() and float((sums - 1).abs().max()) < 1e-3:
-            return True
-    return False
+    sums = content.detach().double().sum(over)
+    return sums.numel() < content.numel() and float((sums - 1).abs().max()) < 1e-3

@@ -21,7 +21,7 @@ from ...text import plural
 from ..arguments import Source, batch_axis_of
 from ..evidence import OTHER_SIZES, Evidence, NotPossibleError
 from ..exchanged_axes import way_out
-from ..item_masks import masks_of_other_items
+from ..given import of_other_items
 from ..mixed_items import line_of_mixed_items
 from ..registry import rule
 
@@ -112,7 +112,7 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         findings = list(_of_last_item(evidence))
     yield from findings
     if not findings:
-        yield from masks_of_other_items(evidence)
+        yield from of_other_items(evidence)
 
 
 def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:

@@ -13,17 +13,19 @@ from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ..evidence import Evidence
+from ..given import without_effect
 from ..registry import rule
 
 
-@rule(of_outputs="the forward does not change its inputs")
+@rule(of_outputs="the forward changes none of its inputs, and each has an effect")
 def inputs(evidence: Evidence) -> Iterator[Finding]:
-    """The forward does not change its inputs.
+    """The forward changes none of its inputs, and each has an effect.
 
     The arguments of the forward are copied before the run and compared with the copies after it. A
     forward that writes into an argument changes the caller's tensor, e.g. the residual that is added
     next, or a batch that is used again. In training, autograd raises, or the gradients are those of
-    other numbers.
+    other numbers. Then every other tensor of the call, e.g. a mask, gets other values in a run of its
+    own: if no output changes, bit for bit, it is passed for nothing.
 
     ## Wrong
 
@@ -65,6 +67,7 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
         writes = _writes_into(evidence, name)
         if not _fill_a_cache(evidence, writes):
             yield _finding(name, before[name], tensor, writes)
+    yield from without_effect(evidence)
 
 
 def _finding(name: str, before: Tensor, after: Tensor, writes: Sequence[Op]) -> Finding:

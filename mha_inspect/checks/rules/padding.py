@@ -14,7 +14,6 @@ from torch import Tensor
 from ...reports.check import Finding, SkippedCheck
 from ..arguments import Source
 from ..evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
-from ..idle_masks import idle_masks
 from ..masked_runs import MaskedRun, masked_runs, padded_sources, places_of, word_of
 from ..padded_runs import MASK_THE_KEYS, laid_over, of_pooled_output, of_real_outputs
 from ..registry import rule
@@ -72,7 +71,6 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     for run in masked_runs(evidence):
         if isinstance(run, MaskedRun):
             findings += _of_run(evidence, run)
-    findings += idle_masks(evidence)
     yield from findings
     if name is None:
         if not findings:
