@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from ...compare.replay import SIDES, Factor, LostError, Row
+import torch
+from torch import Tensor
+
+from ...compare.replay import SIDES, Factor, LostError, Row, Way, content_of
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...naming.pattern import dims_of
+from ...record.ops import TensorRef
 from ...reports.check import Finding
 from ...text import listed, plural
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
-from ..merged_heads import merged
 from ..registry import rule
 
 _MOST_TOKENS = 64
 """The largest number of tokens to follow."""
+_LARGE = 1 << 18
+"""Scores above which fewer tokens are followed."""
+Pieces = Mapping[int, set[Row]]
+"""The first feature of each slice of a token, as wide as a head, to the rows of the product that contain it."""
 
 
 @rule()
@@ -59,62 +67,57 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
     +        q, k, v = (t.transpose(1, 2) for t in parts)
     ```
     """
-    followed = _followed_sides(evidence, attention, names)
-    splits = []
-    for token in followed.values():
-        if _may_be_several_rows(token, followed, names):
-            continue
-        split = _split_of(evidence, attention, names, token)
-        if split is not None:
-            splits.append(split)
+    reaches: dict[str, _Reach] = {}
+    for side in SIDES:
+        with suppress(LostError):
+            reaches[side] = _reach_of(evidence, attention, names, side)
+    splits = {}
+    for side, reach in reaches.items():
+        rows = None if _are_several_rows(reach, reaches, names) else _rows_apart(reach)
+        if rows is not None:
+            splits[side] = rows
     if splits:
-        yield from _split_findings(splits)
+        yield _split_wrongly(evidence, attention, names, reaches, splits)
         return
     try:
-        yield from merged(evidence, attention, names)
+        yield from _merged_wrongly(evidence, attention, names)
     except LostError:
         if _has_equal_sizes(attention) and not evidence.once:  # e.g. as many tokens as heads
             with suppress(LostError):
-                yield from merged(*_with_fewer_tokens(evidence, attention))
+                yield from _merged_wrongly(*_with_fewer_tokens(evidence, attention))
                 return
-        if not followed:
+        if not reaches:
             raise
         if "concat" in attention.stages:
             raise LostError("the merge of the heads could not be followed") from None
 
 
-# -- one token, from its projection to the product --------------------------------------------------------------------
+# -- heads that are split in a wrong way ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _FollowedToken:
+class _Reach:
     """A token of the query, the key or the value, and the rows of the product that contain its slices."""
 
     side: str
     factor: Factor
     token: tuple[int, ...]
-    pieces: Mapping[int, set[Row]]
-    """The first feature of each slice, to the rows that contain the slice."""
+    pieces: Pieces
 
 
-def _followed_sides(evidence: Evidence, attention: Attention, names: AxisNames) -> dict[str, _FollowedToken]:
-    """Return a followed token for each side that can be recomputed."""
-    followed = {}
-    for side in ("key", "value", "query"):
-        with suppress(LostError):
-            factor = Factor(evidence, attention, names, side)
-            token = factor.token(1 if prod(factor.tokens) > 1 else 0)
-            followed[side] = _FollowedToken(side, factor, token, factor.by_piece(token))
-    return followed
+def _reach_of(evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> _Reach:
+    """Return where the second token of a side is in the product. Raise `LostError` if it cannot be recomputed."""
+    factor = Factor(evidence, attention, names, side)
+    token = factor.token(1 if prod(factor.tokens) > 1 else 0)
+    return _Reach(side, factor, token, factor.by_piece(token))
 
 
-def _may_be_several_rows(token: _FollowedToken, followed: Mapping[str, _FollowedToken], names: AxisNames) -> bool:
+def _are_several_rows(reach: _Reach, reaches: Mapping[str, _Reach], names: AxisNames) -> bool:
     """Return whether query heads that share a key head are rows of one product: a token is in several on purpose."""
-    if token.side != "query":
+    if reach.side != "query":
         return False
-    key_slices = len(followed["key"].pieces) if "key" in followed else 0
-    shares_keys = key_slices < len(token.pieces)
-    return shares_keys and token.factor.target.shape[token.factor.rows] > names.lengths[0]
+    key_slices = len(reaches["key"].pieces) if "key" in reaches else 0
+    return key_slices < len(reach.pieces) and reach.factor.target.shape[reach.factor.rows] > names.lengths[0]
 
 
 @dataclass(frozen=True)
@@ -122,19 +125,28 @@ class _TwoRows:
     """Two slices of one token that are different rows of one group of a product."""
 
     group: int
-    start: int
-    """The first feature of one slice."""
-    row: int
-    other_start: int
-    other_row: int
+    width: int
+    """The features of a slice."""
+    starts: tuple[int, int]
+    """The first feature of each slice."""
+    rows: tuple[int, int]
 
 
-def _rows_apart(pieces: Mapping[int, set[Row]]) -> _TwoRows | None:
-    """Return two slices of one token that are different rows of one group; None if there are none, or a slice is.
+def _rows_apart(reach: _Reach) -> _TwoRows | None:
+    """Return two slices of a token, or features of a slice, that are different rows of one group; None without such.
 
-    >>> _rows_apart({0: {(0, 1)}, 16: {(0, 2)}})
-    _TwoRows(group=0, start=0, row=1, other_start=16, other_row=2)
+    Where neighbours are mixed on purpose, e.g. by a convolution, or features are the rows, it is so for every token.
     """
+    factor = reach.factor
+    for start, rows in reach.pieces.items():
+        if _is_spread(rows):  # one slice is in several rows: its features are followed
+            features = factor.in_piece(reach.token, start)
+            of_last = factor.in_piece(factor.token(prod(factor.tokens) - 1), start)
+            return None if _positions(features) == _positions(of_last) else _two_rows(features, 1)
+    return _two_rows(reach.pieces, factor.width)
+
+
+def _two_rows(pieces: Pieces, width: int) -> _TwoRows | None:
     first: dict[int, tuple[int, int]] = {}
     for start, rows in pieces.items():
         if _is_spread(rows):
@@ -142,101 +154,82 @@ def _rows_apart(pieces: Mapping[int, set[Row]]) -> _TwoRows | None:
         for group, row in rows:
             first_start, first_row = first.setdefault(group, (start, row))
             if first_row != row:
-                return _TwoRows(group, first_start, first_row, start, row)
+                return _TwoRows(group, width, (first_start, start), (first_row, row))
     return None
 
 
-def _is_spread(rows: Collection[Row]) -> bool:
+def _is_spread(rows: set[Row]) -> bool:
     """Return whether a slice is in rows of different positions."""
     return len({row for _, row in rows}) > 1
 
 
-def _features_apart(factor: Factor, token: tuple[int, ...], start: int) -> _TwoRows | None:
-    """Return two features of a slice of one token that are different rows of one group.
-
-    None where neighbours are mixed on purpose, e.g. by a convolution, or where features are the rows: of every token.
-    """
-    last = factor.token(prod(factor.tokens) - 1)
-    features = factor.in_piece(token, start)
-    if _positions_by_feature(features) == _positions_by_feature(factor.in_piece(last, start)):
-        return None
-    return _rows_apart(features)
+def _positions(pieces: Pieces) -> dict[int, set[int]]:
+    return {start: {row for _, row in rows} for start, rows in pieces.items()}
 
 
-def _positions_by_feature(features: Mapping[int, set[Row]]) -> dict[int, set[int]]:
-    """Return the positions in a group that each feature is at."""
-    return {feature: {row for _, row in rows} for feature, rows in features.items()}
-
-
-# -- heads that are split in a wrong way ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Split:
-    """Heads of one side that were split in a wrong way."""
-
-    side: str
-    line: str
-    """The line of the view that splits the heads."""
-    proof: str
-    is_convolved: bool
-    """Whether the features come before the positions, as in a convolution."""
-    within_token: bool
-    """Whether all rows of a product are of one token."""
-    tokens: int | None
-    """The number of tokens in one head; None if there are too many to count."""
-    total: int
-    """The number of tokens of the side."""
-
-
-def _split_of(evidence: Evidence, attention: Attention, names: AxisNames, followed: _FollowedToken) -> _Split | None:
-    """Return how the heads of a side are split in a wrong way; None if they are not."""
-    factor, pieces = followed.factor, followed.pieces
-    width, apart = factor.width, _rows_apart(pieces)
-    for start, rows in pieces.items():
-        if _is_spread(rows):  # one slice is in several rows: its features are followed
-            width, apart = 1, _features_apart(factor, followed.token, start)
-            break
-    if apart is None:
-        return None
-    tokens = _tokens_of_group(factor, apart.group)
-    rows_of_token = {row for rows in pieces.values() for row in rows}
-    within_token = tokens == 1 and _is_whole(factor, apart.group, rows_of_token)
-    return _Split(
-        side=followed.side,
-        line=_line_of_split(evidence, factor) or attention.score_product.op.source,
-        proof=_proof(followed, apart, width, within_token=within_token),
-        is_convolved=factor.features == 1,
-        within_token=within_token,
-        tokens=tokens,
-        total=names.lengths[0] if followed.side == "query" else names.lengths[1],
+def _split_wrongly(
+    evidence: Evidence,
+    attention: Attention,
+    names: AxisNames,
+    reaches: Mapping[str, _Reach],
+    splits: Mapping[str, _TwoRows],
+) -> Finding:
+    """Return one finding for all sides that are split in a wrong way, at the first of their lines."""
+    lines = {}
+    for side in splits:
+        lines[side] = _line_of_split(evidence, reaches[side].factor) or attention.score_product.op.source
+    first = next(iter(splits))
+    elsewhere = [f"{line} ({side})" for side, line in lines.items() if line != lines[first]]
+    more = f" The same at {listed(elsewhere)}." if elsewhere else ""
+    order = "positions, heads, head_dim), then transpose(1, 2)"
+    if reaches[first].factor.features == 1:  # features come before positions, as in a convolution
+        order = "heads, head_dim, positions), then transpose(2, 3)"
+    tokens = _tokens_of_group(reaches["key"].factor, splits["key"].group) if "key" in splits else None
+    within = {"query", "key"} <= splits.keys() and all(_is_of_one_token(reaches[side], splits[side]) for side in splits)
+    return Finding(
+        "heads",
+        _sentence(list(splits), tokens, names.lengths[1], is_within_tokens=within),
+        _proof(reaches[first], splits[first], is_within_tokens=within) + more,
+        source=lines[first],
+        fix=f"Use view(batch, {order}.",
     )
 
 
-def _proof(followed: _FollowedToken, apart: _TwoRows, width: int, *, within_token: bool) -> str:
+def _sentence(sides: Sequence[str], tokens: int | None, keys: int, *, is_within_tokens: bool) -> str:
+    """Return what is wrong, and what follows for the keys, the values or the queries."""
+    sentence = f"The heads of the {listed(sides)} are split without transpose"
+    if is_within_tokens:
+        return f"{sentence}: attention runs over the heads within each token, and no token attends to another."
+    sentence += ". view() puts parts of one token into different positions of a head, so"
+    if "key" not in sides:
+        return f"{sentence} the {listed(sides)} at a position of a head is not of the token at this position."
+    if tokens is None or tokens == keys:
+        return f"{sentence} a position of a head is not a token."
+    return f"{sentence} each head sees only {plural(tokens, 'token')}."
+
+
+def _proof(reach: _Reach, apart: _TwoRows, *, is_within_tokens: bool) -> str:
     """Return where two slices of the token end up."""
-    here, there = _features_in_words(apart.start, width), _features_in_words(apart.other_start, width)
-    ends = "ends" if width == 1 else "end"
-    moved = f"{followed.side[0]}_proj {here} of token {list(followed.token)} {ends} up at"
-    if within_token:
-        place = f"row {apart.row} of scores [{apart.group}], {there} at row {apart.other_row}"
+    here, there = (_features(start, apart.width) for start in apart.starts)
+    ends = "ends" if apart.width == 1 else "end"
+    moved = f"{reach.side[0]}_proj {here} of token {list(reach.token)} {ends} up at"
+    row, other = apart.rows
+    if is_within_tokens:
+        place = f"row {row} of scores [{apart.group}], {there} at row {other}"
         return f"{moved} {place}: the other rows are of the same token."
-    return f"{moved} position {apart.row} of head {apart.group}, {there} at position {apart.other_row}."
+    return f"{moved} position {row} of head {apart.group}, {there} at position {other}."
 
 
-def _features_in_words(start: int, width: int) -> str:
-    """Return the features of a slice.
-
-    >>> _features_in_words(16, 8)
-    'features 16–23'
-    """
+def _features(start: int, width: int) -> str:
+    """Return the features of a slice in words: `features 16–23`."""
     return f"features {start}–{start + width - 1}" if width > 1 else f"feature {start}"
 
 
-def _is_whole(factor: Factor, group: int, rows: Collection[Row]) -> bool:
-    """Return whether these rows are all rows of a group."""
-    positions = {row for row_group, row in rows if row_group == group}
-    return len(positions) == factor.target.shape[factor.rows]
+def _is_of_one_token(reach: _Reach, apart: _TwoRows) -> bool:
+    """Return whether all rows of a group are of one token."""
+    rows = {row for places in reach.pieces.values() for group, row in places if group == apart.group}
+    is_whole = len(rows) == reach.factor.target.shape[reach.factor.rows]
+    return is_whole and _tokens_of_group(reach.factor, apart.group) == 1
 
 
 def _tokens_of_group(factor: Factor, group: int) -> int | None:
@@ -244,11 +237,7 @@ def _tokens_of_group(factor: Factor, group: int) -> int | None:
     total = prod(factor.tokens)
     if total > _MOST_TOKENS:
         return None
-    count = 0
-    for number in range(total):
-        groups = {row_group for row_group, _ in factor.changed(factor.token(number))}
-        count += group in groups
-    return count
+    return sum(any(group == other for other, _ in factor.changed(factor.token(number))) for number in range(total))
 
 
 def _line_of_split(evidence: Evidence, factor: Factor) -> str:
@@ -264,44 +253,86 @@ def _line_of_split(evidence: Evidence, factor: Factor) -> str:
     return source
 
 
-# -- the finding ------------------------------------------------------------------------------------------------------
+# -- heads that are merged in a wrong way -----------------------------------------------------------------------------
 
 
-def _split_findings(splits: Sequence[_Split]) -> Iterator[Finding]:
-    """Yield one finding for the sides that are projected by matrices, and one for those of convolutions."""
-    by_kind: dict[bool, list[_Split]] = {}
-    for split in splits:
-        by_kind.setdefault(split.is_convolved, []).append(split)
-    for sides in by_kind.values():
-        yield _split_finding(sorted(sides, key=lambda split: SIDES.index(split.side)))
+def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a fault if a row of concat mixes tokens, or is of another token. Raise `LostError` if it is unknown."""
+    query = Factor(evidence, attention, names, "query")
+    concat = attention.stages.get("concat")
+    if concat is None or attention.branches:
+        raise LostError
+    places = _places_of_concat(attention, names, query, concat)
+    scores, context = attention.score_product.op.output, attention.value_product.op.output
+    count = prod(query.tokens)
+    if prod(scores.shape) < max(count, prod(places)) * names.num_heads * names.lengths[1]:
+        raise LostError  # a row of the scores is of several tokens on purpose, e.g. of a column of a table
+    ways = Way(evidence, scores, context), Way(evidence, context, concat)
+    # Heads in a wrong order move all tokens but the first and the last.
+    numbers = {1, count // 2} if scores.numel > _LARGE else {0, 1, count // 2, count - 1}
+    for number in sorted(numbers & set(range(count))):
+        token = query.token(number)
+        reached = _tokens_of_concat(ways, attention, names, query.changed(token))
+        if len(reached) > 1:
+            sentence = (
+                "The heads are merged in a wrong order, e.g. without transpose: the context of one query is spread "
+                f"over {len(reached)} tokens of concat, and each of them mixes several queries."
+            )
+            shown = ", ".join(map(str, reached[:4])) + (", …" if len(reached) > 4 else "")
+            proof = f"Changing the context of query {list(token)} in all heads changes concat at {shown}."
+        elif query.tokens == places and len(set(places)) == len(places) and reached and reached[0] != [*token]:
+            sentence = "The context of a query ends up at another token."
+            proof = f"Changing the context of query {list(token)} changes concat at {reached[0]}."
+        else:
+            continue
+        fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
+        yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
+        return
 
 
-def _split_finding(sides: Sequence[_Split]) -> Finding:
-    """Return one finding for all sides that are split in the same wrong way, at the first of their lines."""
-    first = sides[0]
-    elsewhere = [f"{split.line} ({split.side})" for split in sides if split.line != first.line]
-    more = f" The same at {listed(elsewhere)}." if elsewhere else ""
-    if first.is_convolved:
-        fix = "Use view(batch, heads, head_dim, positions), then transpose(2, 3)."
-    else:
-        fix = "Use view(batch, positions, heads, head_dim), then transpose(1, 2)."
-    return Finding("heads", _split_sentence(sides), first.proof + more, source=first.line, fix=fix)
+def _places_of_concat(attention: Attention, names: AxisNames, query: Factor, concat: TensorRef) -> tuple[int, ...]:
+    """Return the sizes of concat without its features, e.g. `batch query`.
+
+    Raises `LostError` where heads are not merged yet, or features come before positions, as in a convolution.
+    """
+    dims, sizes = dims_of(names.of_stage("concat")), list(concat.shape)
+    place = attention.feature_place("output", len(sizes)) % len(sizes)
+    features = dims.pop(place) if place < len(dims) else []
+    del sizes[place]
+    # With as many tokens as heads, heads that are merged without a transpose are rows, each of all tokens.
+    are_rows_of_tokens = "query" in features and query.tokens == tuple(sizes)
+    if ["heads"] in dims and not are_rows_of_tokens:
+        raise LostError
+    if any("head_dim" in word for dim in dims for word in dim):
+        raise LostError
+    return tuple(sizes)
 
 
-def _split_sentence(sides: Sequence[_Split]) -> str:
-    """Return what is wrong, and what follows for the keys, the values or the queries."""
-    splits = {split.side: split for split in sides}
-    names = listed([*splits])
-    split = f"The heads of the {names} are split without transpose"
-    query, key = splits.get("query"), splits.get("key")
-    if query is not None and key is not None and query.within_token and key.within_token:
-        return f"{split}: attention runs over the heads within each token, and no token attends to another."
-    split = f"{split}. view() puts parts of one token into different positions of a head, so"
-    if key is None:
-        return f"{split} the {names} at a position of a head is not of the token at this position."
-    if key.tokens is None or key.tokens == key.total:
-        return f"{split} a position of a head is not a token."
-    return f"{split} each head sees only {plural(key.tokens, 'token')}."
+def _tokens_of_concat(ways: tuple[Way, Way], attention: Attention, names: AxisNames, rows: set[Row]) -> list[list[int]]:
+    """Return the tokens of concat that change when these rows of the scores change, in order.
+
+    `ways` are those from the scores to the context and from the context to concat. Raises `LostError` if a query is in
+    several rows on purpose, e.g. in overlapping windows or chunks.
+    """
+    to_context, to_concat = ways
+    marks = torch.zeros(to_context.source.shape, dtype=torch.bool)
+    by_row = marks.movedim(-2 if attention.key_first else -1, -1)  # ... query key
+    for group, row in rows:
+        by_row[(*_unravelled(group, by_row.shape[:-2]), row)] = True
+    device = content_of(to_context.evidence, to_context.source).device
+    in_context = to_context.changed_by(marks.to(device))
+    in_context = in_context.any(-2 if attention.value_first else -1, keepdim=True)
+    if max(len(rows), int(in_context.sum())) > names.num_heads:
+        raise LostError
+    in_concat = to_concat.changed_by(in_context)
+    tokens: list[list[int]] = in_concat.any(attention.feature_place("output", in_concat.dim())).nonzero().tolist()
+    return tokens
+
+
+def _unravelled(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the index in dimensions of these sizes of a flat number."""
+    places: tuple[Tensor, ...] = torch.unravel_index(torch.tensor(number), tuple(sizes))
+    return tuple(map(int, places))
 
 
 # -- sizes that coincide ----------------------------------------------------------------------------------------------
@@ -309,9 +340,7 @@ def _split_sentence(sides: Sequence[_Split]) -> str:
 
 def _has_equal_sizes(attention: Attention) -> bool:
     """Return whether two dimensions of the query heads have one size: what one axis does may look like the other."""
-    if "q_heads" not in attention.stages:
-        return False
-    sizes = attention.stages["q_heads"].shape
+    sizes = attention.stages["q_heads"].shape if "q_heads" in attention.stages else ()
     return len(set(sizes)) < len(sizes)
 
 
@@ -321,10 +350,7 @@ def _with_fewer_tokens(evidence: Evidence, attention: Attention) -> tuple[Eviden
         fewer = evidence.with_arguments(evidence.piece(evidence.source, 0, evidence.source.length - 1))
     except NotPossibleError as error:
         raise LostError from error
-    if len(fewer.run.attentions) != len(evidence.run.attentions):
+    whole = [named[0] for named in evidence.run.attentions]
+    if len(fewer.run.attentions) != len(whole):
         raise LostError
-    pairs = zip(evidence.run.attentions, fewer.run.attentions, strict=True)
-    for (whole, _), (shorter, names) in pairs:
-        if whole is attention:
-            return fewer, shorter, names
-    raise LostError
+    return (fewer, *fewer.run.attentions[[of is attention for of in whole].index(True)])
