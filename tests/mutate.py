@@ -45,7 +45,7 @@ LEAVING = {
     "compare": """continuation diff_reasons mask_reasons norm_reasons rank_differences replay row_orders same_tokens
         stage_reasons""",
     "checks": """alike arguments batch_items cache_loop each_kind evidence exchanged_axes
-        inverted masked_runs mixed_items mixing one_position padded_runs
+        inverted masked_runs one_position padded_runs
         same seen_keys sight""",
     "failures": "compared dtypes head_counts large_numbers norms padding_masks position_tables sequences",
     "checkpoints": "*",

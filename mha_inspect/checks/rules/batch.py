@@ -6,6 +6,7 @@ Then all tokens of the last item are changed: an item may change those before it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import floordiv, mod
@@ -19,10 +20,9 @@ from ...naming.visibility import kinds_of
 from ...reports.check import Finding
 from ...text import plural
 from ..arguments import Source, batch_axis_of
-from ..evidence import OTHER_SIZES, Evidence, NotPossibleError
+from ..evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
 from ..exchanged_axes import way_out
 from ..given import of_other_items
-from ..mixed_items import line_of_mixed_items
 from ..registry import rule
 
 _MIXED = "Changing one batch item changes the output of another."
@@ -301,10 +301,10 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
     _, is_known = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not why and not is_known and not evidence.run.attentions:
         why = f"dimension {leak.source.batch} is not the batch"
+    if not why and _is_first(evidence, leak.source):
+        line = _line_of_mixed_items(evidence, leak.token)
     if why:
         sentence += f" The module is correct if {why}."
-    elif _is_first(evidence, leak.source):
-        line = line_of_mixed_items(evidence, leak.token)
     return Finding(
         "batch",
         sentence,
@@ -313,6 +313,46 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
         source=line or evidence.scores_line,
         fix=_KEEP_SEPARATE,
     )
+
+
+def _line_of_mixed_items(evidence: Evidence, place: int) -> str:
+    """Return the line from which on every result has an item changed by token `place` of another one; else empty.
+
+    Results with as many rows as the batch has items are compared. A dimension of keys and values may have as many, but
+    later results do not have it.
+    """
+    source, line = evidence.source, ""
+    if source.batch != 0 or source.rows < 2:
+        return ""
+    with suppress(RaisedError):
+        first, (changed, _) = evidence.run.recording, evidence.recorded(source.others(place))
+        second = changed.recording
+        if [op.name for op in first.ops] != [op.name for op in second.ops]:
+            return ""
+        for op, repeated in zip(first.ops, second.ops, strict=True):
+            before = first.values.get(op.output.id) if op.outputs else None
+            after = second.values.get(repeated.output.id) if op.outputs else None
+            if before is None or after is None or not _is_by_item(before, after, source.rows):
+                continue
+            if not _has_changed(before[1:], after[1:]):
+                line = ""
+            elif not line:
+                line = op.source
+    return line
+
+
+def _is_by_item(before: Tensor, after: Tensor, rows: int) -> bool:
+    """Return whether a result is `batch ...` numbers in both runs. Nested tensors have no sizes to compare."""
+    if before.is_nested or after.is_nested or not before.is_floating_point() or before.dim() < 2:
+        return False
+    return before.shape == after.shape and len(before) == rows and before.numel() > 0
+
+
+def _has_changed(before: Tensor, after: Tensor) -> bool:
+    """Return whether two results differ by more than rounding; numbers that are not finite do not count."""
+    apart = (before.double() - after.double()).abs().nan_to_num(0.0)
+    largest = max(float(before.double().nan_to_num(0.0, 0.0, 0.0).abs().max()), 1e-6)
+    return float(apart.max()) > OTHER_SIZES * torch.finfo(before.dtype).eps * largest
 
 
 def _is_first(evidence: Evidence, source: Source) -> bool:
