@@ -291,9 +291,9 @@ class Source:
         changed = value.clone()
         if value.is_floating_point():
             spread = float(value.float().std()) or 1.0
-            changed[index] = _random_numbers(value[index], spread, by)
+            changed[index] = random_numbers(value[index], spread, by)
         else:
-            changed[index] = _exchanged_ids(value[index], torch.unique(value))
+            changed[index] = exchanged_ids(value[index], torch.unique(value))
         return dict.fromkeys(self.names, changed)
 
     def _corner(self) -> tuple[Any, ...]:
@@ -302,13 +302,13 @@ class Source:
         return corner[: self.value.dim()]
 
 
-def _random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
+def random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
     """Return random numbers of `by` times a spread in the form of a tensor, the same ones in every call."""
     draw = torch.Generator().manual_seed(1729)
     return (torch.randn(like.shape, generator=draw) * spread * by).to(like)
 
 
-def _exchanged_ids(ids: Tensor, vocabulary: Tensor) -> Tensor:
+def exchanged_ids(ids: Tensor, vocabulary: Tensor) -> Tensor:
     """Return another id of a vocabulary for each of these, the same ones in every call."""
     if len(vocabulary) < 2:
         vocabulary = torch.cat([vocabulary, vocabulary - 1])

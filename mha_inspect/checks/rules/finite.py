@@ -10,22 +10,59 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..graph.attention import Attention
-from ..measure.run_report import in_heads
-from ..naming.axes import AxisNames
-from ..naming.pattern import STAGES
-from ..naming.visibility import visibility
-from ..record.arguments import tensors_in
-from ..record.ops import TensorRef
-from ..reports.check import Finding
-from .each_kind import of_each_kind
-from .evidence import Evidence, NotPossibleError
+from ...graph.attention import Attention
+from ...measure.run_report import in_heads
+from ...naming.axes import AxisNames
+from ...naming.pattern import STAGES
+from ...naming.visibility import visibility
+from ...record.arguments import tensors_in
+from ...record.ops import TensorRef
+from ...reports.check import Finding
+from ..each_kind import of_each_kind
+from ..evidence import Evidence, NotPossibleError
+from ..registry import rule
 
 _SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."
 
 
+@rule(after=("softmax",), of_outputs="the output is finite")
 def finite(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first stage with NaN or infinity, scores that would overflow in float16, or such an output."""
+    """Every stage is finite.
+
+    Nothing is changed: all stages of one run on finite inputs are searched for NaN and infinity, and
+    the first is named. One NaN reaches every parameter through the gradients, and the training run is
+    lost at that step. Here each visible key gets 0 · -inf, which is NaN.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            future = torch.ones(x.shape[1], x.shape[1]).triu(1)
+            scores = q @ k.mT / 8**0.5 + future * float("-inf")
+            weights = scores.softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        scores = q @ k.mT / 8**0.5 + future * float("-inf")
+    +        scores = q @ k.mT / 8**0.5
+    +        scores = scores.masked_fill(future.bool(), float("-inf"))
+    ```
+    """
     for name, tensor in tensors_in(evidence.values):
         if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
             raise NotPossibleError(f"the argument {name} contains NaN")
@@ -37,7 +74,8 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     count = int((~evidence.output.isfinite()).sum())
     if count:
         proof = f"{count} of {evidence.output.numel()} numbers are NaN or infinite."
-        yield Finding("finite", "The output is not finite, although every stage of the attention is.", proof)
+        more = ", although every stage of the attention is" if evidence.run.attentions else ""
+        yield Finding("finite", f"The output is not finite{more}.", proof)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

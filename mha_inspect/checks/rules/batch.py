@@ -6,6 +6,7 @@ Then all tokens of the last item are changed: an item may change those before it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import floordiv, mod
@@ -13,16 +14,16 @@ from operator import floordiv, mod
 import torch
 from torch import Tensor
 
-from ..graph.attention import Attention
-from ..graph.axis import resolve, size_of, wide
-from ..naming.visibility import kinds_of
-from ..reports.check import Finding
-from ..text import plural
-from .arguments import Source, batch_axis_of
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError
-from .exchanged_axes import way_out
-from .item_masks import masks_of_other_items
-from .mixed_items import line_of_mixed_items
+from ...graph.attention import Attention
+from ...graph.axis import resolve, size_of, wide
+from ...naming.visibility import kinds_of
+from ...reports.check import Finding
+from ...text import plural
+from ..arguments import Source, batch_axis_of
+from ..evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from ..exchanged_axes import way_out
+from ..given import of_other_items
+from ..registry import rule
 
 _MIXED = "Changing one batch item changes the output of another."
 _KEEP_SEPARATE = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
@@ -60,8 +61,44 @@ class _Leak:
         )
 
 
+@rule(
+    runs=True,
+    after=("heads", "softmax"),
+    confirm="--batch-axis 0 or 1",
+    of_outputs="changing one batch item does not affect the others",
+)
 def batch(evidence: Evidence) -> Iterator[Finding]:
-    """Yield batch items whose tokens or masks change the outputs of other items change."""
+    """Changing one batch item does not affect the others.
+
+    A token of one batch item is changed, and the outputs of the other items are compared with those
+    before. The outputs must stay the same. Otherwise training mixes unrelated sequences, and an output
+    depends on the sequences that happen to be in the same batch. The usual cause is a layer that
+    expects the tokens first.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2)
+
+        def forward(self, x):
+            batch, tokens, features = x.shape
+            return self.attention(x, x, x, need_weights=False)[0]
+    ```
+
+    ## Right
+
+    ```diff
+    -        self.attention = nn.MultiheadAttention(16, 2)
+    +        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    ```
+    """
     source = evidence.source
     if source.batch is None:
         raise NotPossibleError("the input has no batch")
@@ -75,7 +112,7 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         findings = list(_of_last_item(evidence))
     yield from findings
     if not findings:
-        yield from masks_of_other_items(evidence)
+        yield from of_other_items(evidence)
 
 
 def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:
@@ -171,20 +208,25 @@ def _runs_over_the_batch(evidence: Evidence, leak: _Leak) -> Finding:
         fix += " If the input is [seq, batch, embed], add --seq-first."
     return Finding(
         "batch",
-        "Attention runs over the batch instead of the positions: batch items affect each other, and the tokens of "
-        "one item do not.",
+        f"{_mixer(evidence)} runs over the batch instead of the positions: batch items affect each other, and the "
+        "tokens of one item do not.",
         leak.proof,
         source=evidence.scores_line,
         fix=fix,
     )
 
 
+def _mixer(evidence: Evidence) -> str:
+    """Return what mixes tokens."""
+    return "Attention" if evidence.run.attentions else "The module"
+
+
 def _may_run_over_the_batch(evidence: Evidence, leak: _Leak) -> Finding:
     axis, _ = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     return Finding(
         "batch",
-        f"Attention may run over the batch: it mixes dimension {axis} of the input and not dimension {1 - axis}. "
-        "If the sequence comes first, this is correct: set batch_axis.",
+        f"{_mixer(evidence)} may run over the batch: it mixes dimension {axis} of the input and not dimension "
+        f"{1 - axis}. If the sequence comes first, this is correct: set batch_axis.",
         leak.proof,
         sure=False,
         source=evidence.scores_line,
@@ -256,10 +298,13 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
     sentence = _MIXED
     line = ""
     why = _why_correct(evidence, reach, leak.source)
+    _, is_known = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
+    if not why and not is_known and not evidence.run.attentions:
+        why = f"dimension {leak.source.batch} is not the batch"
+    if not why and _is_first(evidence, leak.source):
+        line = _line_of_mixed_items(evidence, leak.token)
     if why:
         sentence += f" The module is correct if {why}."
-    elif _is_first(evidence, leak.source):
-        line = line_of_mixed_items(evidence, leak.token)
     return Finding(
         "batch",
         sentence,
@@ -268,6 +313,46 @@ def _of_mixed_items(evidence: Evidence, reach: Mapping[int, Tensor], leak: _Leak
         source=line or evidence.scores_line,
         fix=_KEEP_SEPARATE,
     )
+
+
+def _line_of_mixed_items(evidence: Evidence, place: int) -> str:
+    """Return the line from which on every result has an item changed by token `place` of another one; else empty.
+
+    Results with as many rows as the batch has items are compared. A dimension of keys and values may have as many, but
+    later results do not have it.
+    """
+    source, line = evidence.source, ""
+    if source.batch != 0 or source.rows < 2:
+        return ""
+    with suppress(RaisedError):
+        first, (changed, _) = evidence.run.recording, evidence.recorded(source.others(place))
+        second = changed.recording
+        if [op.name for op in first.ops] != [op.name for op in second.ops]:
+            return ""
+        for op, repeated in zip(first.ops, second.ops, strict=True):
+            before = first.values.get(op.output.id) if op.outputs else None
+            after = second.values.get(repeated.output.id) if op.outputs else None
+            if before is None or after is None or not _is_by_item(before, after, source.rows):
+                continue
+            if not _has_changed(before[1:], after[1:]):
+                line = ""
+            elif not line:
+                line = op.source
+    return line
+
+
+def _is_by_item(before: Tensor, after: Tensor, rows: int) -> bool:
+    """Return whether a result is `batch ...` numbers in both runs. Nested tensors have no sizes to compare."""
+    if before.is_nested or after.is_nested or not before.is_floating_point() or before.dim() < 2:
+        return False
+    return before.shape == after.shape and len(before) == rows and before.numel() > 0
+
+
+def _has_changed(before: Tensor, after: Tensor) -> bool:
+    """Return whether two results differ by more than rounding; numbers that are not finite do not count."""
+    apart = (before.double() - after.double()).abs().nan_to_num(0.0)
+    largest = max(float(before.double().nan_to_num(0.0, 0.0, 0.0).abs().max()), 1e-6)
+    return float(apart.max()) > OTHER_SIZES * torch.finfo(before.dtype).eps * largest
 
 
 def _is_first(evidence: Evidence, source: Source) -> bool:

@@ -10,24 +10,55 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ..compare.replay import SIDES
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..record.ops import Op
-from ..reports.check import Finding, SkippedCheck
-from ..text import shortened, spans
-from .adapters import factors_on_other_sides
-from .each_kind import of_each_kind
-from .evidence import Evidence, NotPossibleError
-from .gradients import without_gradient
+from ...compare.replay import SIDES
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...record.ops import Op
+from ...reports.check import Finding, SkippedCheck
+from ...text import shortened, spans
+from ..each_kind import of_each_kind
+from ..evidence import Evidence, NotPossibleError
+from ..gradients import without_gradient
+from ..readers import Readers, weight_of
+from ..registry import rule
 from .masking import masks_everything
-from .readers import Readers, weight_of
 
 
+@rule(on_meta="every projection is used once")
 def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
-    """Yield parameters that are used twice or in a wrong place, are unused, or get no gradient.
+    """No projection was found to be unused or without a gradient.
 
-    A parameter that one finding names is in `Readers.mentioned`, and later findings leave it out.
+    The gradient of each projection is computed from a random weighted sum of the output, and the
+    operations that read each weight are found. A weight that is unused or detached keeps its initial
+    values, so the model learns with fewer parameters than it has. DistributedDataParallel raises an
+    error for unused weights.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.v, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            parts = self.q(x), self.k(x), self.k(x)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in parts)
+            weights = (q @ k.mT / 8**0.5).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        parts = self.q(x), self.k(x), self.k(x)
+    +        parts = self.q(x), self.k(x), self.v(x)
+    ```
     """
     if not evidence.run.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
@@ -37,7 +68,6 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if not twice:
         # Heads that share their weights because one name is written twice were found above.
         yield from _heads_with_same_weights(evidence)
-    yield from factors_on_other_sides(evidence)
     for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)

@@ -11,18 +11,59 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..reports.check import Finding, SkippedCheck
-from .arguments import Source
-from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
-from .idle_masks import idle_masks
-from .masked_runs import MaskedRun, masked_runs, padded_sources, places_of, word_of
+from ...reports.check import Finding, SkippedCheck
+from ..arguments import Source
+from ..evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from ..masked_runs import MaskedRun, masked_runs, padded_sources, places_of, word_of
+from ..padded_runs import MASK_THE_KEYS, laid_over, of_pooled_output, of_real_outputs
+from ..registry import rule
+from ..seen_keys import SeenKeys
 from .masking import masks_everything
-from .padded_runs import MASK_THE_KEYS, laid_over, of_pooled_output, of_real_outputs
-from .seen_keys import SeenKeys
 
 
+@rule(
+    runs=True,
+    confirm="--mask NAME=keep",
+    by_position=True,
+    of_outputs="padding does not change the outputs of real tokens",
+)
 def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
-    """Yield a fault if padding changes real outputs, or its mask means the opposite of the declaration."""
+    """Padding does not change the outputs of real tokens.
+
+    `--mask NAME=keep` declares the mask and the meaning of 1 or True in it. Padding is added to one
+    batch item, its content and length are changed, and the outputs of the real tokens are compared. If
+    the output is pooled, e.g. a class, the whole output of the item is compared. The outputs must stay
+    the same. Otherwise the answer to a sentence depends on the longest sentence in its batch. Here
+    padding is set to zero, but its keys still get weight.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention --mask mask=keep
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x, mask):
+            q, k, v = self.qkv(x * mask[..., None]).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            weights = (q @ k.mT / 8**0.5).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        weights = (q @ k.mT / 8**0.5).softmax(-1)
+    +        scores = q @ k.mT / 8**0.5
+    +        scores = scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
+    +        weights = scores.softmax(-1)
+    ```
+    """
     name = evidence.intent.padding
     if not masks_everything(evidence):
         evidence.require_passed("masking")
@@ -30,7 +71,6 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     for run in masked_runs(evidence):
         if isinstance(run, MaskedRun):
             findings += _of_run(evidence, run)
-    findings += idle_masks(evidence)
     yield from findings
     if name is None:
         if not findings:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ..compare.replay import Factor, LostError, NotHereError, Row
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..reports.check import Finding
-from .each_kind import of_each_kind
-from .evidence import Evidence
+from torch import Tensor
+
+from ...compare.replay import Factor, LostError, NotHereError, Row, content_of
+from ...graph.attention import Attention
+from ...measure.repeats import row_of_each
+from ...naming.axes import AxisNames
+from ...naming.pattern import dims_of
+from ...reports.check import Finding
+from ..each_kind import of_each_kind
+from ..evidence import Evidence, NotPossibleError
+from ..registry import rule
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,54 @@ class _HeadInGroup:
     group: int
 
 
+@rule()
+def grouped(evidence: Evidence) -> Iterator[Finding]:
+    """Query head h uses key head h // group.
+
+    One head of a projected token is changed at a time, and the query and key heads that it reaches in
+    the scores are found. In grouped-query attention, neighbours share a key head: with 4 query heads
+    and 2 key heads, query heads 0 and 1 use key head 0. In another order, a model that is trained from
+    scratch works, but loaded weights, e.g. of Llama, get the wrong heads.
+
+    Keys that occur several times, bit for bit, are a fault as well: the sequence was repeated instead
+    of the heads, e.g. because the repeat comes before the transpose.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.k, self.v = nn.Linear(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x):
+            parts = self.q(x), self.k(x), self.v(x)
+            q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in parts)
+            k, v = (t.repeat(1, 2, 1, 1) for t in (k, v))
+            weights = (q @ k.mT / 4**0.5).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        k, v = (t.repeat(1, 2, 1, 1) for t in (k, v))
+    +        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    ```
+    """
+    repeated = list(_repeated_keys(evidence))
+    yield from repeated
+    with suppress(NotPossibleError) if repeated else nullcontext():
+        yield from _shared_heads(evidence)
+
+
 @partial(of_each_kind, "no shared key heads were found")
-def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+def _shared_heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if query heads use a shared key head of another group."""
     if names.num_heads == 1:
         raise NotHereError
@@ -141,3 +193,76 @@ def _wrong_order(attention: Attention, reads: _Reads) -> Finding:
 
 def _numbers(heads: Sequence[int]) -> str:
     return ", ".join(str(head) for head in heads)
+
+
+# -- a sequence that was repeated instead of the heads ------------------------------------------------------------
+
+
+@partial(of_each_kind, "")
+def _repeated_keys(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a fault if each key and its value are there several times, bit for bit, `batch kv_heads (key 4) head_dim`.
+
+    It is sure if the number of times is that of the query heads that share a key head.
+    """
+    projected = attention.stages.get("k_proj")
+    keys = _along_keys(evidence, attention, names, "k_heads")
+    values = _along_keys(evidence, attention, names, "v_heads")
+    if projected is None or keys is None or values is None:
+        return
+    count = names.lengths[1]
+    for tokens in dict.fromkeys(projected.shape[:-1]):
+        times, rest = divmod(count, max(tokens, 1))
+        if rest or times < 2:
+            continue
+        if keys.is_repeated(times) and values.is_repeated(times):
+            proof = f"{count} keys and values are {tokens} tokens of k_proj, each repeated {times} times, bit for bit."
+            if times == names.num_heads // names.num_kv_heads:
+                yield _instead_of_heads(attention, times, proof)
+            else:
+                yield _along_sequence(attention, times, proof)
+            return
+
+
+def _instead_of_heads(attention: Attention, times: int, proof: str) -> Finding:
+    return Finding(
+        "grouped",
+        f"Each key occurs {times} times: the sequence was repeated instead of the heads.",
+        proof,
+        source=attention.score_product.op.source,
+        fix="Use .transpose(1, 2) before the heads are repeated, so that dimension 1 is the heads.",
+    )
+
+
+def _along_sequence(attention: Attention, times: int, proof: str) -> Finding:
+    return Finding(
+        "grouped",
+        f"Each key occurs {times} times.",
+        proof,
+        sure=False,
+        source=attention.score_product.op.source,
+        fix="Remove the repeat of the keys and values along the sequence.",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """The keys or values in heads."""
+
+    content: Tensor
+    axis: int
+    """The dimension of their tokens."""
+
+    def is_repeated(self, times: int) -> bool:
+        """Return whether each token is there so many times."""
+        return row_of_each(self.content, self.axis, times) is not None
+
+
+def _along_keys(evidence: Evidence, attention: Attention, names: AxisNames, stage: str) -> _Heads | None:
+    """Return the keys or values in heads; None if there is no such stage, or not one dimension of its tokens."""
+    tensor = attention.stages.get(stage)
+    if tensor is None:
+        return None
+    axes = [axis for axis, words in enumerate(dims_of(names.of_stage(stage))) if "key" in words]
+    if len(axes) != 1 or tensor.shape[axes[0]] != names.lengths[1]:
+        return None
+    return _Heads(content_of(evidence, tensor), axes[0])

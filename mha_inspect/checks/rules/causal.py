@@ -11,16 +11,16 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ..compare.replay import SIDES, Factor, LostError
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..record.arguments import tensors_in
-from ..reports.check import Finding
-from ..text import listed
-from .causal_masks import against_causal
-from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .seen_keys import SeenKeys
-from .slots import slots
+from ...compare.replay import SIDES, Factor, LostError
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...record.arguments import tensors_in
+from ...reports.check import Finding
+from ...text import listed
+from ..causal_masks import against_causal
+from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..registry import rule
+from ..seen_keys import SeenKeys
 
 _CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
 """The name of a class that should be causal."""
@@ -31,8 +31,45 @@ _MOST_TOKENS = 64
 """The largest number of tokens to change one by one."""
 
 
+@rule(
+    after=("softmax", "masking"), confirm="--causal", by_position=True, of_outputs="no output depends on a later token"
+)
 def causal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault if a causal module attends to the future, or not to all of its past."""
+    """Each position sees itself and its past, and no future position.
+
+    `--causal` declares a causal mask. Each position must give weight to itself and to its whole past,
+    and to no later position. A later token is also changed, and no output before it may change. A model
+    that sees the next token copies it: the loss falls close to 0 in training, and generation fails.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention --causal
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+            scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
+            weights = scores.softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+    +        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    ```
+    """
     if evidence.intent.causal is False:
         return
     if any(sight.queries < sight.keys for sight in evidence.sights):
@@ -134,9 +171,6 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
     if change is None:
         return None
     evidence.require_passed("heads")
-    if _has_faulty_slots(evidence):
-        evidence.failed.add("cache")
-    evidence.require_passed("cache")
     if any(attention.divided for attention, _ in evidence.run.attentions):
         return _by_the_sum(evidence, change.proof)
     ordered = _other_order(evidence)
@@ -173,13 +207,6 @@ def _sees_no_key(evidence: Evidence) -> Tensor:
         if sight.queries == length:
             blind |= ~sight.seen[0].any(-1)
     return blind
-
-
-def _has_faulty_slots(evidence: Evidence) -> bool:
-    """Return whether slots of a cache are wrong: the check `cache` reports them, and other findings follow from it."""
-    with suppress(NotPossibleError):  # without a cache
-        return bool(list(slots(evidence)))
-    return False
 
 
 def _from_the_future(proof: str) -> Finding:
@@ -361,14 +388,12 @@ def _is_on_another_axis(evidence: Evidence, sight: SeenKeys) -> bool:
 def _in_other_order(evidence: Evidence) -> Finding | None:
     """Return an attention that would be causal if its queries and keys were in one order."""
     finding = _other_order(evidence)
-    if finding is None or _has_faulty_slots(evidence):
-        return None
-    return replace(finding, sure=False)
+    return None if finding is None else replace(finding, sure=False)
 
 
 def _beside_attention(evidence: Evidence) -> Finding | None:
     """Return an output that depends on a future token although every attention is causal."""
-    if len(evidence.sights) < len(evidence.run.attentions):
+    if not evidence.sights or len(evidence.sights) < len(evidence.run.attentions):
         return None
     if not all(sight.is_causal for sight in evidence.sights):
         return None

@@ -10,16 +10,52 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..graph.rerun import between
-from ..naming.visibility import kinds_of
-from ..record.ops import Op, TensorRef
-from ..reports.check import Finding
-from .batch_items import changes_beside
-from .evidence import Evidence, NotPossibleError
+from ...graph.rerun import between
+from ...naming.visibility import kinds_of
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from ..evidence import Evidence, NotPossibleError
+from ..one_position import one_position
+from ..registry import rule
+from .batch import changes_beside
 
 
+@rule(runs=True, after=("heads", "softmax", "masking", "batch", "finite"), by_position=True)
 def mixing(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault if tokens have no effect on each other although no mask separates them."""
+    """Changing a token changes outputs of other tokens.
+
+    One token is changed, and the outputs at the other positions are compared with those before. Each
+    output that may attend to the token must change. If none does, attention has no effect: the model
+    trains, the loss falls a little, and it never learns from context. Here the result of the attention
+    is computed and not used.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(16, 16)
+
+        def forward(self, x):
+            heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+            weights = (heads @ heads.mT / 8**0.5).softmax(-1)
+            context = (weights @ heads).transpose(1, 2).flatten(2)
+            return x + self.out(x)
+    ```
+
+    ## Right
+
+    ```diff
+    -        return x + self.out(x)
+    +        return x + self.out(context)
+    ```
+    """
+    yield from one_position(evidence)
     if not evidence.follows or evidence.source.length < 2:
         raise NotPossibleError("the output has no entry for each token")
     reach = evidence.reach_in_bits

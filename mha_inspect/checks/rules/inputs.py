@@ -7,16 +7,53 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..compare.replay import factors_of
-from ..graph.rerun import between
-from ..record.arguments import argument_names, tensors_in
-from ..record.ops import Op, TensorRef
-from ..reports.check import Finding
-from .evidence import Evidence
+from ...compare.replay import factors_of
+from ...graph.rerun import between
+from ...record.arguments import argument_names, tensors_in
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from ..evidence import Evidence
+from ..given import without_effect
+from ..registry import rule
 
 
+@rule(of_outputs="the forward changes none of its inputs, and each has an effect")
 def inputs(evidence: Evidence) -> Iterator[Finding]:
-    """Yield arguments that the forward wrote into."""
+    """The forward changes none of its inputs, and each has an effect.
+
+    The arguments of the forward are copied before the run and compared with the copies after it. A
+    forward that writes into an argument changes the caller's tensor, e.g. the residual that is added
+    next, or a batch that is used again. In training, autograd raises, or the gradients are those of
+    other numbers. Then every other tensor of the call, e.g. a mask, gets other values in a run of its
+    own: if no output changes, bit for bit, it is passed for nothing.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            weights = (q @ k.mT / 8**0.5).softmax(-1)
+            x += self.out((weights @ v).transpose(1, 2).flatten(2))
+            return x
+    ```
+
+    ## Right
+
+    ```diff
+    -        x += self.out((weights @ v).transpose(1, 2).flatten(2))
+    +        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+    """
     module = evidence.subject.module
     before = dict(tensors_in(argument_names(module, *evidence.arguments.of_call({}))))
     after = tensors_in(argument_names(module, *evidence.arguments_after))
@@ -30,6 +67,7 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
         writes = _writes_into(evidence, name)
         if not _fill_a_cache(evidence, writes):
             yield _finding(name, before[name], tensor, writes)
+    yield from without_effect(evidence)
 
 
 def _finding(name: str, before: Tensor, after: Tensor, writes: Sequence[Op]) -> Finding:

@@ -12,14 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..graph.attention import Attention
-from ..naming.axes import AxisNames
-from ..record.ops import Op
-from ..reports.check import Finding
-from .each_kind import of_each_kind
-from .evidence import Evidence
-from .inverted import inverted_padding
-from .seen_keys import SeenKeys
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...record.ops import Op
+from ...reports.check import Finding
+from ..each_kind import of_each_kind
+from ..evidence import Evidence, NotPossibleError
+from ..inverted import inverted_padding
+from ..ladders import slopes_off, slopes_upside_down
+from ..registry import rule
+from ..seen_keys import SeenKeys
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""
@@ -27,7 +29,54 @@ _STRONG = 1e3
 """A mask that adds a constant of at least this size decides which keys have all of the weight."""
 
 
+@rule()
 def masking(evidence: Evidence) -> Iterator[Finding]:
+    """Masked keys get weight 0, and the mask is applied before the softmax.
+
+    Nothing is changed: the scores of one run are compared before and after the mask, together with the
+    weights that follow. A masked key needs a score of -inf, or a very low number. A score of 0, as
+    here, still gets weight. If a causal mask leaks, the loss in training is too low and generation
+    fails. If a padding mask leaks, each output depends on the padding.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            scores = (q @ k.mT / 8**0.5) * ~future
+            weights = scores.softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        scores = (q @ k.mT / 8**0.5) * ~future
+    +        scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
+    ```
+    """
+    faults = [*_masks(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
+    yield from faults
+    is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
+    # A function of each score alone, e.g. relu, gives zeros without a mask.
+    has_zeros = any(sight.has_zeros and not sight.attention.weighing for sight in evidence.sights)
+    if not faults and not is_any_masked and not has_zeros:
+        raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
+
+
+def _masks(evidence: Evidence) -> Iterator[Finding]:
     """Yield masks that leave weight on masked keys: scores multiplied by a mask, or filled with a small number."""
     masked = _masked_throughout(evidence)
     if not masked:

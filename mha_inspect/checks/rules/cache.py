@@ -10,23 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compare.calls import reason_of
-from ..compare.pair import Why
-from ..compare.replay import factors_of
-from ..errors import ForwardError
-from ..failures.report import forward_error
-from ..layers.spec import Show
-from ..reports.check import Finding
-from ..reports.trace import Failure
-from ..running.subject import run_and_record
-from ..text import plural
-from .arguments import CACHES, counts, second_output
-from .cache_loop import Cache, Loop
-from .evidence import Evidence, NotPossibleError, RaisedError, UndeclaredError
-from .masked_runs import padded_sources, padding_mask
-from .newest import without_newest
-from .seen_keys import SeenKeys
-from .slots import slots
+from ...compare.calls import reason_of
+from ...compare.pair import Why
+from ...compare.replay import factors_of
+from ...errors import ForwardError
+from ...failures.report import forward_error
+from ...layers.spec import Show
+from ...reports.check import Finding
+from ...reports.trace import Failure
+from ...running.subject import run_and_record
+from ...text import plural
+from ..arguments import CACHES, counts, second_output
+from ..cache_loop import Cache, Loop
+from ..evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from ..masked_runs import padded_sources, padding_mask
+from ..registry import rule
+from ..seen_keys import SeenKeys
 
 _FEW = 4
 """The smallest number of tokens that shows how calls continue from a cache."""
@@ -34,36 +33,59 @@ _DRAWN = "With other tokens, from position 0 on: "
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
+@rule(
+    runs=True,
+    after=OF_OUTPUTS,
+    by_position=True,
+    of_outputs="one pass, chunks, and one token at a time give the same output",
+)
 def cache(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault of slots or of calls that continue from a cache; else a suspicion of a call without its newest."""
-    newest = list(without_newest(evidence))
-    try:
-        findings = _of_calls(evidence)
-    except NotPossibleError:
-        yield from newest
-        raise
-    yield from findings or newest
+    """One pass, chunks, and one token at a time give the same output.
+
+    `--cache NAME` declares the argument. The sequence is given in one call, then in chunks, then one
+    token at a time with the cache, and the outputs are compared. Training uses one call and generation
+    the cache: if they differ, the loss is good and the text is bad. Here the mask of a later call
+    starts at the first key again. A call whose newest token has no key is a suspicion, and so is a
+    returned cache without the newest token.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention --causal --cache past
+    import torch
+    from torch import nn
 
 
-def _of_calls(evidence: Evidence) -> list[Finding]:
-    """Return a fault if slots of a cache are wrong, or calls that continue from it give other outputs than one call.
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    If the given call continues from a cache itself, a call from the first position on is judged too.
+        def forward(self, x, past=None):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            if past is not None:
+                k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+            scores = (q @ k.mT / 8**0.5).masked_fill(~seen, float("-inf"))
+            out = scores.softmax(-1) @ v
+            return self.out(out.transpose(1, 2).flatten(2)), (k, v)
+    ```
+
+    ## Right
+
+    ```diff
+    -        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    +        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    +        seen = seen.tril(k.shape[2] - q.shape[2])
+    ```
     """
-    findings = _of_slots(evidence)
-    if findings:
-        return findings
     drawn = _from_start(evidence)
     if drawn is None:
-        return _of_continued_calls(evidence)
-    findings = _of_slots(drawn) or _of_continued_calls(drawn)
-    return [replace(finding, evidence=_DRAWN + finding.evidence) for finding in findings]
-
-
-def _of_slots(evidence: Evidence) -> list[Finding]:
-    with suppress(NotPossibleError):  # without a cache in this call
-        return list(slots(evidence))
-    return []
+        yield from _of_continued_calls(evidence)
+        return
+    for finding in _of_continued_calls(drawn):
+        yield replace(finding, evidence=_DRAWN + finding.evidence)
 
 
 def _of_continued_calls(evidence: Evidence) -> list[Finding]:
