@@ -20,6 +20,8 @@ TOPICS = {
     "library": "the same in Python, in notebooks and in pytest",
     "json": "output for programs",
     "exit-codes": "the meaning of each exit code",
+    "compared": "what other tools for the same questions answer, and what they cost",
+    "internals": "how it works, and how to work on it",
 }
 """Pages of the manual, each a file `manual/NAME.md`, and what they are about."""
 

@@ -203,6 +203,7 @@ class Options:
     ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
     stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
     values: bool = option(OUTPUT, "Print the tensors.", False)
+    cost: bool = option(OUTPUT, "Add bytes, FLOPs, and whether a stage is a view or a copy.", False)
     json: bool = option(OUTPUT, "Print JSON.", False)
     plain: bool = option(
         OUTPUT, "Print plain text without a table.", False, show_default="plain in a pipe, a table on a terminal"

@@ -206,6 +206,8 @@ class Show:
     """Mean, std, min, max, NaN and inf of each tensor."""
     values: bool = False
     """The content of each tensor as text, shortened as torch shortens it."""
+    cost: bool = False
+    """The bytes, operations and memory of each stage on the page. The data of a report has them always."""
     full_values: bool = False
     """Whether every element is added as data, beside the shortened text."""
 

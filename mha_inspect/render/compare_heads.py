@@ -94,7 +94,7 @@ def _difference_legend(report: CompareHeadsReport) -> str:
     floors = {count.noise_floor for count in report.counts}
     size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
     return (
-        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference over "
+        "relative difference: ‖output − baseline‖ / ‖baseline‖. times rounding: the largest difference over "
         f"{size} ({MEASURED[report.measured_against]}), a power of ten. Above 10, the difference is too large to be "
         "rounding."
     )
@@ -185,7 +185,7 @@ def _training(training: Training, baseline: int) -> Section:
         Column("change", lambda count: text.small(count.moved), "right", drop=1, legend=_CHANGE),
         Column("largest difference", lambda count: number(count.max_abs_difference), "right", drop=4),
         Column("relative difference", lambda count: number(count.apart), "right", legend=_RELATIVE_TO_CHANGE),
-        Column("× noise", lambda count: multiple(count.times_noise), "right"),
+        Column("times rounding", lambda count: multiple(count.times_noise), "right"),
         verdict_column(lambda count: count.num_heads == baseline),
     ]
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
@@ -235,10 +235,10 @@ def _focus(focus: Focus) -> Section:
         Column("head", lambda row: row.focus.head, "right"),
         Column("most attended key", lambda row: row.focus.most_attended_key, "right"),
         Column("share", lambda row: text.percent(row.focus.share), "right"),
-        Column("effective keys", lambda row: text.statistic(row.focus.effective_keys), "right"),
+        Column("keys attended", lambda row: text.statistic(row.focus.effective_keys), "right"),
         Column("distance", lambda row: text.statistic(row.focus.distance), "right"),
     ]
-    detail = "averaged over batch and queries; effective keys: how many share the weight (exp of its entropy)"
+    detail = "averaged over batch and queries; keys attended: how many share the weight (exp of its entropy)"
     rows: list[_Head] = []
     for count in focus.counts:
         rows += [_Head(count, head) for head in count.by_head]

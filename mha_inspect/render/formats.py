@@ -63,7 +63,15 @@ def page_of(report: Report) -> Page:
     module = import_module(f".{_MODULES.get(report.command, name)}", __package__)
     make_page = getattr(module, f"{name}_page")
     page: Page = make_page(report)
-    return replace(page, verdict=verdict_of(report))
+    return replace(page, verdict=verdict_of(report), fix=_first_fix(report))
+
+
+def _first_fix(report: Report) -> str:
+    """Return the fix of the first finding that has one; empty without."""
+    for finding in getattr(report, "findings", ()):
+        if finding.fix:
+            return str(finding.fix)
+    return ""
 
 
 # Plain text for pipes: a line an item, nothing cut, nothing wrapped, no colour, no boxes. Fields are set apart by two

@@ -140,6 +140,8 @@ class Page:
     sections: tuple[Section, ...]
     verdict: Paragraph | None = None
     """The first line, and on a terminal the last one too if the page is longer than the screen."""
+    fix: str = ""
+    """How to fix what the verdict says first; after the verdict where that is repeated."""
 
     def __post_init__(self) -> None:
         filled = [section for section in self.sections if section.blocks or section.title]

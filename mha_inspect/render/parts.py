@@ -112,7 +112,7 @@ def difference_columns(
     return (
         Column("largest difference", lambda row: number(row.max_abs_difference), "right", drop=drop_largest),
         Column(relative, lambda row: number(row.relative_difference), "right", drop=drop_relative),
-        Column("× noise", lambda row: multiple(row.times_noise), "right"),
+        Column("times rounding", lambda row: multiple(row.times_noise), "right"),
         verdict_column(is_baseline),
     )
 

@@ -19,7 +19,22 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..text import cells
-from .page import FULL_WIDTH, WIDE, Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
+from .page import (
+    FULL_WIDTH,
+    WIDE,
+    Block,
+    Cell,
+    Facts,
+    Page,
+    Paragraph,
+    Section,
+    Table,
+    Tone,
+    Verbatim,
+    apart,
+    by_axis,
+    facts,
+)
 
 PROSE_WIDTH = 110
 """Widest line of a sentence that is easy to read."""
@@ -59,7 +74,7 @@ def to_table(page: Page, *, width: int | None, color: bool, height: int | None =
     text = _text(columns, color, _page(_shortened(page), columns, airy=False))
     if _fits(text, height):
         return text
-    return text + _text(columns, color, _verdict(page, columns))
+    return text + _text(columns, color, _repeated(page, columns))
 
 
 def _fits(text: str, height: int | None) -> bool:
@@ -133,6 +148,13 @@ def _verdict(page: Page, width: int) -> Iterator[tuple[RenderableType, int]]:
     """Yield the verdict with its width, if the page has one."""
     if page.verdict is not None:
         yield _paragraph(page.verdict), min(width, PROSE_WIDTH)
+
+
+def _repeated(page: Page, width: int) -> Iterator[tuple[RenderableType, int]]:
+    """Yield the verdict and its fix again, for the end of a page that scrolls."""
+    yield from _verdict(page, width)
+    if page.fix:
+        yield _facts(facts(("fix", page.fix))), min(width, PROSE_WIDTH)
 
 
 def _paragraph(paragraph: Paragraph) -> Text:

@@ -28,14 +28,29 @@ from ..reports.trace import (
 )
 from .check import findings_sections
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
-from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
+from .parts import (
+    AXES,
+    SHAPE,
+    alike,
+    contents,
+    dtypes,
+    folded,
+    grouped,
+    layer_page,
+    notes,
+    ranks_section,
+    shape_cell,
+    times,
+)
 
 LEGENDS = {
-    "*": "inside a fused kernel, opened",
+    "*": "inside a fused kernel, whose steps were computed again",
     "°": "too large to compute: only its shape is known",
 }
 """The meaning of the signs after the name of a stage."""
-_CHECK_FINDS_MORE = "One run cannot show every mistake. mha-inspect check changes the input to find more."
+_CHECK_FINDS_MORE = (
+    "One run cannot show every mistake. mha-inspect check changes the input to find more, and exits with 1 for CI."
+)
 MEMORY = "view: shares memory with the stage before; copy: PyTorch copies it to new memory"
 
 _SPLIT_WRONGLY = {
@@ -64,7 +79,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section(text.plural(len(trace.steps), "call"), _steps(trace.steps), detail=below)
     if len(trace.attentions) > 1:
         more = "" if trace.chosen else None
-        yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
+        yield section(f"{len(trace.attentions)} attentions", _summary(trace), more=more)
     yield from _in_full(trace)
     lines = [*_run(trace)]
     blocks: list[Block] = []
@@ -161,11 +176,10 @@ def _first_of(trace: Trace, group: Sequence[int]) -> Section:
         sentences.append(f"Attention {alike[0]} has the same shapes, axes and formulas.")
     elif alike:
         sentences.append(f"Attentions {text.spans(alike)} have the same shapes, axes and formulas.")
-    dtype = trace.environment.dtype
     if len(trace.attentions) == 1:
-        return _attention(attention, "attention", dtype, sentences)
+        return _attention(trace, attention, "attention", sentences)
     more = None if trace.chosen else "--attention N shows every stage of attention N."
-    return _attention(attention, f"attention {first}", dtype, sentences, more)
+    return _attention(trace, attention, f"attention {first}", sentences, more)
 
 
 def _layout_of_first(trace: Trace, groups: Iterable[Sequence[int]]) -> list[Paragraph]:
@@ -202,22 +216,26 @@ _AXIS = re.compile(r"\([^)]*\)|\S+")
 """An axis of a tensor, which may be several in one: `(batch heads)`."""
 
 
+_ORDER = {
+    "(batch heads)": "all heads of the first item, then those of the next",
+    "(heads head_dim)": "all features of the first head, then those of the next",
+}
+"""The order of the elements of two axes in one."""
+
+
 def _merged(attention: AttentionReport) -> str | None:
     """Return the explanation of the first axis that is two in one; None if there is none.
 
-    `(heads head_dim) is one axis of size 8 × 64 = 512; head_dim varies fastest.`
+    `(heads head_dim) is one axis of size 8 × 64 = 512: all features of the first head, then those of the next.`
     """
-    for merged, fast, size_of_fast in (
-        ("(batch heads)", "heads", attention.num_heads),
-        ("(heads head_dim)", "head_dim", attention.head_dim),
-    ):
+    for merged, size_of_fast in (("(batch heads)", attention.num_heads), ("(heads head_dim)", attention.head_dim)):
         for stage in attention.stages:
             names = _AXIS.findall(stage.axes)
             if merged not in names or len(names) != len(stage.shape):
                 continue
             size = stage.shape[names.index(merged)]
             product = f"{size // size_of_fast} × {size_of_fast} = {size}"
-            return f"{merged} is one axis of size {product}; {fast} varies fastest."
+            return f"{merged} is one axis of size {product}: {_ORDER[merged]}."
     return None
 
 
@@ -252,10 +270,17 @@ def _path(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """An attention with its number in the run, from 1."""
+    """The attentions of one kind, which differ in their place alone, with their numbers in the run, from 1."""
 
-    number: int
+    numbers: tuple[int, ...]
+    places: tuple[str, ...]
     report: AttentionReport
+    """The first of them."""
+
+    @property
+    def place(self) -> str:
+        """The modules: `layers.0–11.attn ×12`."""
+        return times(self.places) or "(the layer itself)"
 
     @property
     def scores(self) -> Stage | None:
@@ -285,10 +310,11 @@ class _Numbered:
         return f"{heads} over {kv_heads}"
 
 
-def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
+def _summary(trace: Trace) -> Table:
+    """Return a row for each attention; those of layers that are alike are one row."""
     columns = [
-        Column("#", lambda row: row.number, "right", "muted"),
-        Column("module", lambda row: _place(row.report) or "(the layer itself)", tone="strong"),
+        Column("#", lambda row: text.spans(row.numbers), "right", "muted"),
+        Column("module", lambda row: row.place, tone="strong"),
         Column("kind", lambda row: kind_of(row.report), drop=3, optional=True),
         Column("num_heads", lambda row: row.num_heads, "right"),
         Column("head_dim", lambda row: row.report.head_dim, "right", drop=1),
@@ -297,8 +323,21 @@ def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
         Column("scale", lambda row: text.scale(row.report.scale, row.report.head_dim), drop=2),
         Column("notes", lambda row: " ".join(row.report.notes), wrap=24, into="module", optional=True),
     ]
-    rows = [_Numbered(number, attention) for number, attention in enumerate(attentions, 1)]
-    return table(rows, columns)
+    return table(_rows_of_summary(trace), columns)
+
+
+def _rows_of_summary(trace: Trace) -> list[_Numbered]:
+    """Return the rows: attentions of one kind, whose modules differ in their numbers alone, are one."""
+
+    def key(number: int) -> object:
+        return _kind(trace, number), alike(_place(trace.attentions[number - 1]))
+
+    rows = []
+    for numbers in grouped(range(1, len(trace.attentions) + 1), key):
+        attentions = [trace.attentions[number - 1] for number in numbers]
+        places = tuple(map(_place, attentions))
+        rows.append(_Numbered(tuple(numbers), places, attentions[0]))
+    return rows
 
 
 def kind_of(attention: AttentionReport) -> str:
@@ -318,7 +357,7 @@ def _place(attention: AttentionReport) -> str:
 
 
 def _attention(
-    attention: AttentionReport, title: str, dtype: str, sentences: Iterable[str], more: str | None = None
+    trace: Trace, attention: AttentionReport, title: str, sentences: Iterable[str], more: str | None = None
 ) -> Section:
     """Return the sizes, the table of stages, requested contents, and notes."""
     kind = kind_of(attention)
@@ -331,7 +370,7 @@ def _attention(
     place = _place(attention)
     return section(
         f"{title} in {place}" if place else title,
-        _stages(attention.stages, dtype),
+        _stages(attention.stages, trace.environment.dtype, with_cost=trace._shows_cost),
         *contents(attention.stages),
         *notes(sentences),
         detail=", ".join(sizes),
@@ -339,20 +378,27 @@ def _attention(
     )
 
 
-def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
+def _stages(stages: tuple[Stage, ...], dtype: str, *, with_cost: bool) -> Table:
     columns = [
         Column("stage", lambda stage: Cell(stage.name, mark=_mark(stage)), tone="strong"),
         replace(SHAPE, of=lambda stage: shape_cell(stage.shape, stage.axes, stage.whole)),
         replace(AXES, wrap=28),
-        Column("computed", lambda stage: Cell(stage.formula, brief=stage._brief), wrap=16, into="axes"),
+        Column("computed", lambda stage: stage._brief or stage.formula, wrap=16, into="axes"),
         dtypes(dtype),
-        Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", wide=True, drop=2),
-        Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", wide=True, drop=3),
-        Column("memory", _moved, tone="muted", wide=True, drop=1, optional=True, legend=MEMORY),
     ]
+    if with_cost:
+        columns += _COST
     marks = "".join(map(_mark, stages))
     legend = [f"{sign} {meaning}" for sign, meaning in LEGENDS.items() if sign in marks]
     return table(stages, columns, legend="; ".join(legend))
+
+
+_COST = (
+    Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", drop=2),
+    Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", drop=3),
+    Column("memory", lambda stage: _moved(stage), tone="muted", drop=1, optional=True, legend=MEMORY),
+)
+"""The columns of what stages take, behind --cost."""
 
 
 def _mark(stage: Stage) -> str:
