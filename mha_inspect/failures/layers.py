@@ -99,8 +99,10 @@ def _of_padding(facts: Facts, padding: Operand, key: Operand, what: str) -> Iter
         cause = "batch_and_sequence_swapped"
         yield Edit(cause, expects, (turned,), f"use {padding.name}.T if {key.name} is right")
         yield Edit(cause, expects, swapped(facts), f"use {way} for {key.name} if the mask is right")
-    what = f"{padding.is_shape}; expected batch key, {text.shape(expected)}, for key_padding_mask."
-    way = f"build the mask for batch {extent.batch} and key {extent.length}"
+    axes = "batch key" if extent.batch else "key"
+    what = f"{padding.is_shape}; expected {axes}, {text.shape(expected)}, for key_padding_mask."
+    of_batch = f"batch {extent.batch} and " if extent.batch else ""
+    way = f"build the mask for {of_batch}key {extent.length}"
     yield Edit("mask_size", what, (Change(padding, (("new_zeros", expected),)),), way, cost=5)
 
 

@@ -223,7 +223,7 @@ def _made_anew(masking: _Masking, what: str) -> Edit:
     if mask.is_table:
         what = f"{mask.is_shape}, made for {masking.columns} tokens, and this call has {key}."
         longer = f"make {mask.name} for {key} or more and cut it to the call: {mask.name}[..., :{query}, :{key}]"
-        way = f"pass at most {masking.columns} tokens, or {longer}"
+        way = f"pass at most {masking.columns} tokens, e.g. --seq-len {masking.columns}, or {longer}"
     return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
 
 
