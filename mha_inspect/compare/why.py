@@ -259,6 +259,8 @@ def _is_same_in(pair: Pair, stage: str) -> bool:
 
 
 def _reason_of(pair: Pair, difference: Difference) -> Why | None:
+    if difference.left.is_complex() or difference.right.is_complex():
+        return None
     for reason in REASONS:
         found = reason(pair, difference)
         if found is not None:
