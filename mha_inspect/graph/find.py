@@ -13,8 +13,8 @@ from math import isclose
 from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
-from .attention import Attention, positions_of
-from .axis import Axis, plain_name, setting, wide
+from .attention import Attention
+from .axis import Axis, plain_name, setting
 from .dataflow import Graph, inside
 from .kernels import readings_of_kernels
 from .late import average_of_ones
@@ -25,7 +25,7 @@ from .products import KernelScores, Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .reading import Reading, Softmax, multiply, read, read_weighing
 from .rerun import Constants
-from .turns import Joined, heads_agree, pieces_agree, place_of_join
+from .turns import Joined, heads_agree, pieces_agree, place_of_join, read_same_tokens, sources_of
 from .unlike import compares, is_dispatch, is_made_of_weights, is_routing, softmaxed_side
 
 
@@ -592,43 +592,7 @@ def _loop_of(graph: Graph, turn: _Turn, joined: Joined) -> tuple[object, ...] | 
     # The number of heads is known only if all that is joined is heads.
     if join is None or joined.has_others(join.op):
         return None
-    axes = attention.score_product.axes(graph.dimensions)
-    outside = _query_positions(graph, attention)
-    rows = set(wide(axes.columns if attention.key_first else axes.rows))
-    if outside is not None and not rows <= outside <= rows.union(axes.batch):
-        return None
-    # The queries of one softmax: another piece of an image has other queries.
-    queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
-    is_head_alone = set(wide(axes.batch)) <= (outside or set())
-    return (
-        attention.softmax.source,
-        attention.score_product.op.source,
-        _owner_of_loop(graph, attention, join.op, is_head_alone=is_head_alone),
-        place_of_join(join.op),
-        queries,
-    )
-
-
-def _owner_of_loop(
-    graph: Graph,
-    attention: Attention,
-    join: Op,
-    *,
-    is_head_alone: bool,
-) -> object:
-    """Return the module of a loop over heads; if each head is a module, the query that the iterations share."""
-    is_outside = join.module != attention.module
-    if is_outside and is_head_alone and "query" in attention.projections:
-        return graph.before_moves(attention.stages["query"]).id
-    return attention.module
-
-
-def _query_positions(graph: Graph, attention: Attention) -> set[Axis] | None:
-    """Return the axes of the query, without its features; None for an attention without a stage `query`."""
-    query = attention.stages.get("query")
-    if query is None or not query.shape:
-        return None
-    return set(wide(*positions_of(attention, graph.dimensions, "query")))
+    return place_of_join(join.op), *(source.id for source in sources_of(graph, attention))
 
 
 def _joining(graph: Graph, attention: Attention) -> _Join | None:
@@ -689,7 +653,7 @@ def _merged(
     turns = [turn.attention for turn in group]
     if len(turns) == 1 or _have_same_scores(graph, turns):
         return turns
-    if not heads_agree(graph, turns, constants):
+    if not (read_same_tokens(graph, turns) and heads_agree(graph, turns, constants)):
         return turns
     first, join = group[0]
     module = first.module

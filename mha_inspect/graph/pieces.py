@@ -45,7 +45,7 @@ def with_pieces_joined(graph: Graph, attentions: Sequence[Attention]) -> list[At
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for attention in attentions:
         merged[attention.softmax.index] = attention
-        line = attention.softmax.source, attention.score_product.op.source, attention.module
+        line = (attention.module,)
         for source in _cuts(graph, _ends(graph, attention, "query")):
             groups.setdefault((*line, source), []).append(attention)
     for group in groups.values():

@@ -18,6 +18,9 @@ from .attention import Attention
 from .axis import plain_name
 from .dataflow import Graph, made_of
 from .ids import ids_of
+from .indices import counted
+from .label import Axis, Label, Span
+from .labels import Labels, shape_of
 from .replay import region
 from .rerun import Constants
 
@@ -27,6 +30,48 @@ _MASKS = frozenset(("add", "fill", "times", "bias", "made"))
 """Steps that a mask or a bias takes, which some pieces may not need."""
 _HIDDEN = -1e4
 """A number of at most this masks its key out."""
+
+
+def sources_of(graph: Graph, turn: Attention) -> list[TensorRef]:
+    """Return what queries, keys and values are made of, before any projection and view."""
+    sources = []
+    for side in ("query", "key", "value"):
+        source = turn.stages.get(side, turn.stages[f"{side[0]}_heads"])
+        sources.append(graph.before_moves(source))
+    return sources
+
+
+def read_same_tokens(graph: Graph, turns: Sequence[Attention]) -> bool:
+    """Return whether all turns read the same items and tokens of their sources, as heads do; unlike pieces of these."""
+    for side, source in zip("qkv", sources_of(graph, turns[0]), strict=True):
+        shape = shape_of(source)
+        # An axis of its own for each dimension: a projection sums over the features alone.
+        axes = [Axis((source.id, dim)) for dim in range(len(shape))]
+        spans = {}
+        for dim, axis in enumerate(axes):
+            spans[axis] = Span.of(counted(len(shape), dim, shape[dim]))
+        labels = Labels(graph, [(source, Label(shape, spans))])
+        read = []
+        for turn in turns:
+            heads = turn.stages[f"{side}_heads"]
+            labels.follow(region(graph, (source,), heads).ops)
+            read.append(_tokens_of(labels, axes, heads))
+        if not _all_equal(read):
+            return False
+    return True
+
+
+def _tokens_of(labels: Labels, axes: Sequence[Axis], heads: TensorRef) -> list[object]:
+    """Return where heads have which index of these axes; None for an axis along their features, or that is summed."""
+    spans = labels.of(heads).spans
+    places: list[object] = []
+    for axis in axes:
+        span = spans.get(axis)
+        if span is None or span.varies([-1]):
+            places.append(None)
+        else:
+            places.append((span.low.shape, span.low.tobytes()))
+    return places
 
 
 def heads_agree(graph: Graph, turns: Sequence[Attention], constants: Constants) -> bool:
@@ -53,7 +98,7 @@ def pieces_agree(turns: Sequence[Attention]) -> bool:
     return _all_equal([_facts(turn)[1:] for turn in turns])
 
 
-def _all_equal(facts: Sequence[tuple[object, ...]]) -> bool:
+def _all_equal(facts: Sequence[object]) -> bool:
     return all(of_turn == facts[0] for of_turn in facts)
 
 

@@ -83,6 +83,22 @@ class LoopModules(nn.Module):
         return self.o(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
+@attends(
+    rows=OUTPUT | {f"heads.{h}.{part}.weight": f"{part} {h}: head_dim embed" for part in "qkv" for h in range(H)},
+    projected="batch token head_dim",
+    **ONE_HEAD_AT_A_TIME,
+)
+class Unrolled(LoopModules):
+    """The heads on lines of their own, as a first try has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.heads
+        first = (one.q(x) @ one.k(x).transpose(1, 2) * D**-0.5).softmax(-1) @ one.v(x)
+        second = (two.q(x) @ two.k(x).transpose(1, 2) * D**-0.5).softmax(-1) @ two.v(x)
+        third = (three.q(x) @ three.k(x).transpose(1, 2) * D**-0.5).softmax(-1) @ three.v(x)
+        return self.o(torch.cat([first, second, third], dim=-1))
+
+
 @attends(**ONE_HEAD_AT_A_TIME, twin="Base")
 class LoopSlices(Base):
     """One projection, and a loop over its slices."""

@@ -157,3 +157,39 @@ def test_the_place_where_nan_begins_is_said(of: str) -> None:
         module.q.bias.data[4] = torch.nan
     begins = {"forward": "first appears in the stage query", "input": "so has the input", "parameters": "so have param"}
     assert begins[of] in " ".join(mha_inspect.trace(module, x).notes)
+
+
+class Beside(nn.Module):
+    """Two attentions by one function, side by side: which queries go to which keys is a row of a table."""
+
+    def __init__(self, table: list[str]) -> None:
+        super().__init__()
+        self.table = table
+        self.projections = nn.ModuleList(nn.Linear(E, D) for _ in range(3 * len(table)))
+        self.o = nn.Linear(len(table) * D, E)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        given = {"x": first, "y": second}
+        contexts = []
+        for turn, (query, key) in enumerate(self.table):
+            of_q, of_k, of_v = self.projections[3 * turn : 3 * turn + 3]
+            scores = of_q(given[query]) @ of_k(given[key]).mT / math.sqrt(D)
+            contexts.append(scores.softmax(-1) @ of_v(given[key]))
+        return self.o(torch.cat(contexts, -1))
+
+
+@pytest.mark.parametrize(
+    ("table", "heads"),
+    [
+        (["xx", "xx"], [2]),
+        (["xy", "xy"], [2]),
+        (["xx", "xy"], [1, 1]),
+        (["xx", "yy"], [1, 1]),
+        (["xy", "yx"], [1, 1]),
+        (["xx", "yx"], [1, 1]),
+    ],
+)
+def test_heads_of_one_attention_read_the_same_queries_keys_and_values(table: list[str], heads: list[int]) -> None:
+    given = [torch.randn(B, N, E, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    trace = mha_inspect.trace(Beside(table).eval(), *given)
+    assert [attention.num_heads for attention in trace.attentions] == heads
