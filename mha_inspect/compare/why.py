@@ -7,7 +7,7 @@ from there; so the next one is a difference of its own, and in the end both retu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -21,7 +21,7 @@ from ..naming.visibility import Rows
 from ..record.arguments import dense
 from ..record.ops import Recording, TensorRef
 from ..text import listed, plural
-from .comparable_run import ComparableRun, Comparison
+from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
 from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
 from .reasons.linear import linear
@@ -64,6 +64,31 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
             if trial.is_all:
                 return (*orders, *_facts(trial))
     return _facts(_Search(left, right, where).searched())
+
+
+def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
+    """Return the first stage that differs, and not in form alone; None if none does."""
+    by_place: dict[int, dict[str, ComparedStage]] = {}
+    for row in rows:
+        by_place.setdefault(row.place, {})[row.name] = row
+    for stages in by_place.values():
+        verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
+        same = {name for name, verdict in verdicts.items() if verdict == "same"}
+        for name in _effective(same.__contains__):
+            if verdicts.get(name) == "differs":
+                return stages[name]
+    return None
+
+
+def _effective(is_same: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the stages whose difference changes anything: not those before a stage that is the same."""
+    if is_same("output"):
+        return ()
+    if is_same("context"):
+        return ("concat", "output")
+    if is_same("weights"):
+        return tuple(stage for stage in STAGES if stage not in _OF_WEIGHTS_ALONE)
+    return tuple(STAGES)
 
 
 def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
@@ -159,7 +184,8 @@ class _Search:
             return trial
         for place in range(min(len(self.left.attentions), len(self.right.attentions))):
             pair = pair_of(self.left, self.right, place, self.where)
-            for stage in _effective(replace(pair, left=replace(pair.left, changed=trial.computed))):
+            at = replace(pair, left=replace(pair.left, changed=trial.computed))
+            for stage in _effective(partial(_is_same_in, at)):
                 trial = self._after(trial, pair, place, stage)
                 if trial.end:
                     return trial
@@ -238,17 +264,6 @@ class _Search:
         pair = pair_of(self.left, self.right, 0, self.where)
         difference = pair.beside("the output", "batch query embed", left, right, self._floor)
         return None if difference is None else form_of(difference)
-
-
-def _effective(pair: Pair) -> tuple[str, ...]:
-    """Return the stages whose difference changes anything: not those before a stage that is the same on both sides."""
-    if _is_same_in(pair, "output"):
-        return ()
-    if _is_same_in(pair, "context"):
-        return ("concat", "output")
-    if _is_same_in(pair, "weights"):
-        return tuple(stage for stage in STAGES if stage not in _OF_WEIGHTS_ALONE)
-    return tuple(STAGES)
 
 
 def _is_same_in(pair: Pair, stage: str) -> bool:
