@@ -25,6 +25,7 @@ from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
 from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
 from .reasons.linear import linear
+from .reasons.made_of import behind
 from .reasons.mask import mask
 from .reasons.norm import norm
 from .reasons.number import number
@@ -39,8 +40,7 @@ from .shared_weights import unreadable
 
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
-_OF_WEIGHTS_ALONE = frozenset({"q_proj", "k_proj", "q_heads", "k_heads", "scores", "masked_scores"})
-"""Stages that have a part in the weights alone."""
+_INPUTS = frozenset({"query", "key", "value"})
 _MOST = 48
 """The most stages to put into a run."""
 
@@ -82,13 +82,14 @@ def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
 
 def _effective(is_same: Callable[[str], bool]) -> tuple[str, ...]:
     """Return the stages whose difference changes anything: not those before a stage that is the same."""
-    if is_same("output"):
-        return ()
-    if is_same("context"):
-        return ("concat", "output")
-    if is_same("weights"):
-        return tuple(stage for stage in STAGES if stage not in _OF_WEIGHTS_ALONE)
-    return tuple(STAGES)
+    alike: set[str] = set()
+    for stage in STAGES:
+        if is_same(stage):
+            alike |= behind(stage)
+    # What comes in has a part in all of the attention, and may go around it.
+    if is_same("output") or is_same("context"):
+        alike |= _INPUTS
+    return tuple(stage for stage in STAGES if stage not in alike)
 
 
 def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
