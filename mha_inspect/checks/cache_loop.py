@@ -133,7 +133,15 @@ class Loop:
             changes = self._changes(start, stop, positions, past)
             if position < stop:
                 run, subject = evidence.recorded(changes, go_on=start > 0)
-                return Continued(evidence.run, run, start, stop, evidence.leaves, subject.leaves(run.recording))
+                return Continued(
+                    whole=evidence.run,
+                    call=run,
+                    start=start,
+                    stop=stop,
+                    whole_leaves=evidence.leaves,
+                    call_leaves=subject.leaves(run.recording),
+                    subject=evidence.subject,
+                )
             past = self._past(evidence.returned(changes, go_on=start > 0))
         raise NotPossibleError("no call has this position")
 
