@@ -28,7 +28,6 @@ from ..seen_keys import SeenKeys
 
 _FEW = 4
 """The smallest number of tokens that shows how calls continue from a cache."""
-_DRAWN = "With other tokens, from position 0 on: "
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
@@ -79,12 +78,7 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     +        seen = seen.tril(k.shape[2] - q.shape[2])
     ```
     """
-    drawn = _from_start(evidence)
-    if drawn is None:
-        yield from _of_continued_calls(evidence)
-        return
-    for finding in _of_continued_calls(drawn):
-        yield replace(finding, evidence=_DRAWN + finding.evidence)
+    yield from _of_continued_calls(evidence)
 
 
 def _of_continued_calls(evidence: Evidence) -> list[Finding]:
@@ -375,45 +369,6 @@ def _failure_of(evidence: Evidence, changes: Mapping[str, Any]) -> Failure | Non
 
 
 # -- which calls ------------------------------------------------------------------------------------------------------
-
-
-def _from_start(evidence: Evidence) -> Evidence | None:
-    """Return the evidence of a call with other tokens at the first positions, if the given one continues from a cache.
-
-    It shows what this call alone does not: whether the keys of earlier calls are still there.
-    """
-    arguments, source = evidence.arguments, evidence.source
-    names = _names_of_past(evidence)
-    if not names or not evidence.follows:
-        return None
-    if not _continues_another(evidence, names.union(source.names)):
-        return None
-    evidence.require_passed("rotary")
-    with suppress(RaisedError):
-        return evidence.with_arguments(arguments.from_start(source, max(source.length, _FEW)))
-    return None
-
-
-def _names_of_past(evidence: Evidence) -> set[str]:
-    """Return the arguments of the call that are positions or caches."""
-    names = set(evidence.arguments.positions())
-    for name in CACHES:
-        if evidence.values.get(name) is not None:
-            names.add(name)
-    return names
-
-
-def _continues_another(evidence: Evidence, names: set[str]) -> bool:
-    """Return whether there are keys before the first query, and no further argument has a size for each token.
-
-    `names` are the arguments that the calls of a loop change: tokens, positions and caches.
-    """
-    if not any(sight.first for sight in evidence.sights):
-        return False
-    for name, value in evidence.values.items():
-        if isinstance(value, Tensor) and name not in names and evidence.source.length in value.shape:
-            return False
-    return True
 
 
 def _require_cut(evidence: Evidence) -> None:
