@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from . import testing
-    from .api import check, compare_heads, diff, params, recording, trace
+    from .api import check, compare_heads, diff, explain, params, recording, trace
     from .checks.intent import Intent
     from .layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 
-__all__ = ["check", "compare_heads", "diff", "params", "recording", "testing", "trace"]
+__all__ = ["check", "compare_heads", "diff", "explain", "params", "recording", "testing", "trace"]
 __all__ += ["AttentionSpec", "InputSpec", "Intent", "RunSpec", "Show"]
 _HOMES = {
-    **dict.fromkeys(("check", "compare_heads", "diff", "params", "recording", "trace"), "api"),
+    **dict.fromkeys(("check", "compare_heads", "diff", "explain", "params", "recording", "trace"), "api"),
     **dict.fromkeys(("AttentionSpec", "InputSpec", "RunSpec", "Show"), "layers.spec"),
     "Intent": "checks.intent",
 }

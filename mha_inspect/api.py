@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -31,6 +31,9 @@ from .reports.trace import Failure
 from .running.subject import Run, Subject
 from .text import shown
 
+if TYPE_CHECKING:
+    from .failures.call import CallWatch
+
 
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
     """Run `module(*args, **kwargs)` and return a report of every attention in it, found by its dataflow.
@@ -42,6 +45,18 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
         module: any module.
         keep: keep the tensor of each stage: `trace(...).attentions[0].scores.tensor`.
         show: additional content of the report (`mha_inspect.Show(ops=True, stats=True, values=True)`).
+
+    Returns:
+        The trace. `.verdict` is its first line, `.ok` whether nothing is surely wrong, `.findings` what is wrong, and
+        `.attentions` has a stage for each attribute: `.attentions[0].scores.shape`. `print` shows the whole page.
+
+    Example:
+        >>> layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+        >>> trace = mha_inspect.trace(layer, *[torch.randn(2, 9, 16)] * 3)
+        >>> trace.verdict
+        'nothing wrong in this run: 1 attention, 4 heads of 4'
+        >>> trace.attentions[0].scores.shape, trace.attentions[0].scores.axes
+        ((2, 4, 9, 9), 'batch heads query key')
 
     If the module has its own argument named keep or show, pass it by position or through `functools.partial`.
     """
@@ -277,6 +292,16 @@ def require_module(value: object, asked: str) -> nn.Module:
     raise TypeError(f"mha_inspect.{asked} expects a torch.nn.Module, got {value!r:.60}. {way_out}")
 
 
+def _add_cause(error: Exception, failure: Failure) -> None:
+    """Add the cause of a failure to its error, or else what was called: Python prints it below the traceback."""
+    said = [] if failure.cause is None else [failure.cause.explanation, failure.cause.fix]
+    if failure.cause is None:
+        for operand in failure.operands:
+            said.append(f"{operand.name} {list(operand.shape)} is {operand.axes}.")
+    if said:
+        error.add_note(f"mha-inspect: {' '.join(filter(None, said))}")
+
+
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`
     """Record the code in a `with` block: e.g. a training step, a generate loop, or a function deep inside a program.
 
@@ -285,8 +310,8 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         print(r.trace)
 
     The code runs once, with the same results as without the recording. Each fused kernel is also computed step by step
-    and compared. If the block raises, the error passes through, and the trace describes the failure, with its cause if
-    the evidence shows one.
+    and compared. If the block raises, the error passes through with its cause as a note, if the evidence shows one, and
+    the trace describes the failure.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -294,6 +319,8 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder = XRay(keep=keep)
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
+        self._watch: CallWatch | None = None
+        """Knows the torch call that raised; None where the block runs as it is."""
         self._kept: Sequence[Kept] = ()
 
     def __enter__(self) -> recording:
@@ -309,13 +336,18 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             from .failures.report import describe_failure
 
             with suppress(Exception):  # the block's own error matters more
-                self._failed = describe_failure(error, self._ran.recording, self._recorder, in_block=True)
+                ran = self._ran.recording
+                self._failed = describe_failure(error, ran, self._recorder, watch=self._watch, in_block=True)
+                _add_cause(error, self._failed[0])
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
                 self._kept = keep_tensors(self._ran)
 
     def __repr__(self) -> str:
         return repr(self.trace) if self._is_over else "a recording that is still running"
+
+    def __str__(self) -> str:
+        return str(self.trace) if self._is_over else repr(self)
 
     @cached_property
     def _ran(self) -> Run:
@@ -328,3 +360,29 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         if not self._is_over:
             raise ValueError("the recording is still running. Read its trace after the with block.")
         return LiveTrace.of(with_steps(of_block(self._ran, self._failed, self._recorder.called())), self._kept)
+
+
+class explain(recording):  # noqa: N801 - used as `with explain()`
+    """Say why the code in a `with` block raised: the cause, if one is found, stands below the error's traceback.
+
+        with mha_inspect.explain():
+            model(x)
+
+    The error is the block's own, and without one nothing is said. The block runs once. While torch's calls are watched,
+    torch does not take its fast path for whole layers.
+    """
+
+    def __enter__(self) -> explain:
+        from .failures.call import CallWatch
+
+        self._recorder.start(sys._getframe(1))
+        self._watch = CallWatch()
+        self._watching = ExitStack()
+        self._watching.enter_context(self._watch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watching.close()
+        super().__exit__(kind, error, traceback)

@@ -147,6 +147,10 @@ class LiveAttention(AttentionReport):
 
     def __repr__(self) -> str:
         name = f"attention {self.module}".rstrip()
+        return f"<{name}: num_heads {self.num_heads}, {len(self.stages)} stages>"
+
+    def __str__(self) -> str:
+        name = f"attention {self.module}".rstrip()
         lines = [f"{name}: num_heads {self.num_heads}"]
         for stage in self.stages:
             lines.append(f"  {stage!r}")

@@ -14,6 +14,7 @@ from .checks.intent import Intent
 from .compare.diff import Side, diff
 from .naming.pattern import STAGES
 from .notebook import LiveAttention
+from .reports.trace import Trace
 from .running.subject import Subject
 from .text import did_you_mean, plural
 
@@ -50,7 +51,7 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     for attention in report.attentions:
         fault = _fault(attention, patterns)
         if fault:
-            raise AssertionError(f"{fault}\n{attention!r}")
+            raise AssertionError(f"{fault}\n{attention}")
 
 
 def _nearest_stage(names: Iterable[str]) -> str:
@@ -138,16 +139,19 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
         if row.verdict == "differs":
             number = row.attention or 1
             attention = f"attention {number} {left_side.attentions[number - 1][0].module}".rstrip()
-            raise AssertionError(f"{attention} differs, starting at {row.name}\n{report!r}")
+            raise AssertionError(f"{attention} differs, starting at {row.name}\n{report}")
 
 
-def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | None = None, **kwargs: Any) -> None:
+def assert_attention_is_right(
+    module: nn.Module, *args: Any, intent: Intent | None = None, strict: bool = False, **kwargs: Any
+) -> None:
     """Assert that `mha_inspect.check` finds nothing wrong with the attention of a module.
 
     Args:
         module: any module with attention.
         *args: arguments of its forward.
         intent: its intended behavior.
+        strict: whether a suspicion fails too, and a check that was not run, e.g. as no mask was given.
         **kwargs: arguments of its forward.
 
     Raises:
@@ -157,5 +161,28 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
     __tracebackhide__ = True
     require_module(module, "testing.assert_attention_is_right")
     report = check(Subject(module, args, kwargs), intent)
-    if not report.ok:
-        raise AssertionError(repr(report))
+    if not report.ok or (strict and report.findings):
+        raise AssertionError(str(report))
+    if strict and report.left_out:
+        skipped = "\n".join(f"{check.check}: {check.reason}" for check in report.left_out)
+        raise AssertionError(f"{plural(len(report.left_out), 'check')} not run\n{skipped}")
+
+
+def assert_stages_match(trace: Trace, snapshot: object) -> None:
+    """Assert that stages, axes and shapes are those of a snapshot: `assert_stages_match(trace, snapshot)`.
+
+    Args:
+        trace: a trace of `mha_inspect.trace`, or of the fixture `attention`.
+        snapshot: what compares with text, e.g. the fixture of syrupy, or the text itself:
+            one line for each stage, `1 scores [2, 4, 9, 9] batch heads query key`, with the attention's number first.
+
+    Raises:
+        AssertionError: the stages are others.
+    """
+    __tracebackhide__ = True
+    lines = []
+    for number, attention in enumerate(trace.attentions, 1):
+        for stage in attention.stages:
+            lines.append(f"{number} {stage.name} {list(stage.shape)} {stage.axes}")
+    stages = "\n".join(lines)
+    assert stages == snapshot

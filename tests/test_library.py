@@ -55,8 +55,8 @@ def test_copies_are_what_they_were(layer, x, again):
     trace = mha_inspect.trace(layer, x, x, x, keep=True)
     same = again(trace)
     assert same == trace
-    assert repr(same) == repr(trace)
-    assert repr(same.attentions[0].weights) == repr(trace.attentions[0].weights)
+    assert str(same) == str(trace)
+    assert str(same.attentions[0].weights) == str(trace.attentions[0].weights)
     assert same.attentions[0].weights.tensor.equal(trace.attentions[0].weights.tensor)
     assert not hasattr(same.attentions[0], "absent")
 
@@ -76,10 +76,10 @@ def test_what_is_no_module_is_answered_with_what_to_do(x, asked, said):
 
 def test_it_prints_itself_and_its_parts(layer, x):
     trace = mha_inspect.trace(layer, x, x, x)
-    assert "q_heads" in repr(trace)
-    assert repr(trace.attentions[0].context) == "context [6, 7, 5] (batch heads) query head_dim: weights · v_heads"
+    assert "q_heads" in str(trace)
+    assert str(trace.attentions[0].context) == "context [6, 7, 5] (batch heads) query head_dim: weights · v_heads"
     assert "scores" in dir(trace.attentions[0])
-    assert repr(trace.attentions[0].context) in repr(trace.attentions[0])
+    assert str(trace.attentions[0].context) in str(trace.attentions[0])
 
 
 def test_a_notebook_shows_it_and_nothing_beside_it_changes(layer, x):
@@ -103,7 +103,7 @@ def test_saved_it_is_what_to_dict_gives(layer, x, tmp_path):
     trace.save(tmp_path / "trace.json")
     assert trace.to_dict() == json.loads((tmp_path / "trace.json").read_text())
     trace.save(tmp_path / "trace.txt")
-    assert (tmp_path / "trace.txt").read_text() == repr(trace) + "\n"
+    assert (tmp_path / "trace.txt").read_text() == str(trace) + "\n"
 
 
 def test_a_block_hides_nothing(layer, x):
@@ -112,7 +112,7 @@ def test_a_block_hides_nothing(layer, x):
         layer(x, x[:, :5], x[:, :5])
     assert [attention.scores.shape for attention in seen.trace.attentions] == [(2, 3, 7, 7), (6, 7, 5)]
     assert [attention.call for attention in seen.trace.attentions] == [1, 2]
-    assert "call 2" in repr(seen.trace)
+    assert "call 2" in str(seen.trace)
     assert seen.trace.proof.agrees
 
 
@@ -146,7 +146,7 @@ def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
     assert found.outcome == "differs"
     assert found.first_differing_stage == "output"
     assert found.output.max_abs_difference == pytest.approx(expected, rel=1e-5)
-    assert "output" in repr(found)
+    assert "output" in str(found)
     shared = mha_inspect.diff(same, other, x, x, x)
     assert shared.outcome == "same"
     assert shared.weights.sentence == "Copied by name from left to right: names and shapes agree."

@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+import mha_inspect
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.testing import assert_attention_is_right, assert_same_attention, assert_stage_shapes
+from mha_inspect.testing import (
+    assert_attention_is_right,
+    assert_same_attention,
+    assert_stage_shapes,
+    assert_stages_match,
+)
 
 from .layers.declared import canonical_weights, load_weights
 
@@ -113,3 +119,57 @@ def test_a_call_without_a_pattern_and_a_module_without_attention(x):
         assert_stage_shapes(layer("torch"), x, x, x)
     with pytest.raises(AssertionError, match="Linear has no softmax attention"):
         assert_stage_shapes(nn.Linear(15, 15), x, scores="b q k")
+
+
+def test_stages_are_those_of_a_snapshot(x):
+    trace = mha_inspect.trace(layer("torch"), x, x, x)
+    lines = [f"1 {stage.name} {list(stage.shape)} {stage.axes}" for stage in trace.attentions[0].stages]
+    assert "1 scores [6, 7, 7] (batch heads) query key" in lines
+    assert_stages_match(trace, "\n".join(lines))
+    with pytest.raises(AssertionError):
+        assert_stages_match(trace, "\n".join(lines[:-1]))
+
+
+def test_strict_fails_for_a_check_that_was_not_run(x):
+    module = layer("torch")
+    assert_attention_is_right(module, x, x, x)
+    with pytest.raises(AssertionError, match="not run"):
+        assert_attention_is_right(module, x, x, x, strict=True)
+
+
+class NotTransposed(nn.Module):
+    """Queries have heads before positions, keys after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM) for _ in range(2))
+
+    def forward(self, x):
+        q = self.q(x).view(BATCH, LENGTH, HEADS, HEAD_DIM).transpose(1, 2)
+        k = self.k(x).view(BATCH, LENGTH, HEADS, HEAD_DIM)
+        return (q @ k.transpose(-2, -1)).softmax(-1)
+
+
+def test_an_error_gets_its_cause_as_a_note(x):
+    module = NotTransposed()
+    with pytest.raises(RuntimeError) as caught, mha_inspect.explain():
+        module(x)
+    (note,) = caught.value.__notes__
+    assert note.startswith("mha-inspect: k was split but not transposed")
+    with pytest.raises(RuntimeError) as caught, mha_inspect.recording():
+        module(x)
+    (note,) = caught.value.__notes__
+    assert "k [2, 7, 3, 5] is batch sequence heads head_dim." in note
+    with mha_inspect.explain():
+        x @ x.transpose(1, 2)
+    with pytest.raises(KeyError) as other, mha_inspect.explain():
+        {}["absent"]
+    assert not hasattr(other.value, "__notes__")
+
+
+def test_a_report_shows_ten_lines_at_most_and_prints_all(x):
+    trace = mha_inspect.trace(layer("torch"), x, x, x)
+    assert len(repr(trace).splitlines()) == 10
+    assert repr(trace).splitlines()[0] == str(trace).splitlines()[0] == trace.verdict
+    assert len(repr(list(trace.attentions)).splitlines()) == 1
+    assert len(str(trace).splitlines()) > 20

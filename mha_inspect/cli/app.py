@@ -134,6 +134,11 @@ class Commands(_Grouped, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command by its name. Raises `SpecError` with the nearest name for an unknown one."""
         asked = args[0]
+        if asked.endswith(".ipynb") and not ctx.resilient_parsing:
+            raise SpecError(
+                f"{shown(asked)} is a notebook. In a cell of it: import mha_inspect; mha_inspect.trace(module, x). "
+                f"The page: {PROGRAM} help library."
+            )
         meant = None if asked in COMMANDS or asked.startswith("-") else command_for(completed(asked))
         if meant is not None and not ctx.resilient_parsing:
             return super().resolve_command(ctx, [meant, *args])
@@ -153,10 +158,26 @@ class Commands(_Grouped, TyperGroup):
         if COMPLETE in os.environ:
             self._main_shell_completion({}, PROGRAM, COMPLETE)
         try:
-            with self.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as ctx:
+            with self.make_context(PROGRAM, _with_command(sys.argv[1:] if args is None else args)) as ctx:
                 return self.invoke(ctx)
         finally:
             screen.asked_color = "auto"
+
+
+_OF_PROGRAM = ("-h", "--help", "-V", "--version", "--")
+
+
+def _with_command(args: Sequence[str]) -> list[str]:
+    """Return the words of a command line, with `trace` in front where they begin with an option of a command."""
+    begins_with_option = bool(args) and args[0].startswith("-") and args[0] not in _OF_PROGRAM
+    if begins_with_option and not any(word in COMMANDS for word in args):
+        return ["trace", *args]
+    return list(args)
+
+
+def _with_dashes(name: str) -> str:
+    """Return the name of an option or a command with dashes, as it is declared: `num_heads` is `num-heads`."""
+    return name.replace("_", "-")
 
 
 app = typer.Typer(
@@ -164,7 +185,7 @@ app = typer.Typer(
     epilog="trace --embed-dim 512 --num-heads 2 --seq-len 12\ncompare-heads --embed-dim 512 --heads 1,2,4,8,16",
     rich_markup_mode=None,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_dashes},
 )
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
-from ..files.memory import limited_to_what_is_free
+from ..files.memory import free_memory, limited_to_what_is_free
 from ..layers.catalog import LAYERS
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
-from ..text import did_you_mean, first_few, shown
+from ..text import byte_size, did_you_mean, first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .output import print_and_export
@@ -177,14 +177,10 @@ def _require_no_file(text: str) -> None:
 
 
 def _require_no_dotted_name(text: str) -> None:
-    """Raise `SpecError` if a text is a name as in Python, `package.Class`: a target has a colon."""
-    where, _, name = text.rpartition(".")
-    if not where or not all(part.isidentifier() for part in text.split(".")):
+    """Raise `SpecError` if a text is the name of a module as in Python, `package.module`."""
+    if "." not in text or not all(part.isidentifier() for part in text.split(".")):
         return
-    if not name[0].isupper():
-        raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
-    where = "torch.nn" if where == "nn" else where  # as everybody imports it
-    raise SpecError(f"{shown(text)} has a dot before the class; a target has a colon. Write {where}:{name}.")
+    raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
 
 
 def _no_target(text: str, command: str, *, beside_layer: bool) -> str:
@@ -209,6 +205,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
 
     If a forward raises, stdout gets what `trace` shows of that run, and the error its cause.
     """
+    _say_what_scores_take(options)
     try:
         with _building(options, words) as tick:
             yield tick
@@ -222,6 +219,20 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         if cause is None or failed_call.is_tried:
             raise
         raise failed_call.with_way(cause.explanation, cause.fix) from error
+
+
+def _say_what_scores_take(options: Options) -> None:
+    """Say before anything runs that the scores of one head alone, `query key`, may take more memory than is free."""
+    free = free_memory()
+    queries, keys = options.seq_len, options.key_len or options.seq_len
+    size = 4 * queries * keys
+    if free is None or size <= free or options.device != "cpu":
+        return
+    note = (
+        f"Where scores are written out, those of one head, {queries} × {keys}, take {byte_size(size)}, and "
+        f"{byte_size(free)} are free. For shapes alone: --device meta."
+    )
+    print_notes([note], options)
 
 
 def _failed_trace(failed: Subject, options: Options) -> Trace | None:

@@ -15,6 +15,7 @@ from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
 from .app import command
+from .help import PROGRAM
 from .options import TARGET, Options, file, option, require_ranks, size
 from .output import Drawn, checked_destination, print_and_export, require_drawable
 from .ranks import of_all_ranks, place, prints_answer
@@ -49,6 +50,7 @@ def trace(
         words=("problem", "suspicion"),
         show_default="never",
     ),
+    watch: bool = option(PANEL, "Print the page again on each save of TARGET's file, until Ctrl-C.", False),
     decode: int | None = size(
         DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
     ),
@@ -101,22 +103,69 @@ def trace(
     wanted = _wanted(options, picture, head, tokens)
     export = checked_destination(options, draws=wanted is not None)
     options.quiet = options.quiet or not prints_answer()
-    try:
-        report, run = _traced(target, options, loop, keep=wanted is not None, ranks=ranks, plan=plan)
-    except DoesNotFitError as error:
-        if wanted is None or wanted.printed or options.ending != ".html":
-            raise
-        subject.print_notes([f"The page has no pictures, because their tensors do not fit in memory: {error}"], options)
-        wanted = None
-        report, run = _traced(target, options, loop)
-    if run is None:  # every rank that raised prints its failure
-        print_and_export(report, options, _unless_picture(export, options))
-        return ExitCode.CONDITION
-    if not prints_answer():
+    asked = _Asked(target, options, loop, wanted, export, attention, ranks, plan)
+    if watch:
+        return _watched(asked)
+    report = asked.answer()
+    if report.failure is None and not prints_answer():
         return ExitCode.OK
-    report = choose(report, attention)
-    print_and_export(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     return _exit_code(report, fail_if)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is traced, and where its page goes."""
+
+    target: str | None
+    options: Options
+    loop: _Loop | None
+    wanted: Wanted | None
+    export: Destination | None
+    attention: str | None
+    ranks: int | None
+    plan: Path | None
+
+    def answer(self) -> Trace:
+        """Trace, print the page and write the file; return the trace."""
+        options, wanted = self.options, self.wanted
+        try:
+            report, run = self._traced(keep=wanted is not None)
+        except DoesNotFitError as error:
+            if wanted is None or wanted.printed or options.ending != ".html":
+                raise
+            note = f"The page has no pictures, because their tensors do not fit in memory: {error}"
+            subject.print_notes([note], options)
+            wanted = None
+            report, run = self._traced(keep=False)
+        if run is None:  # every rank that raised prints its failure
+            print_and_export(report, options, _unless_picture(self.export, options))
+            return report
+        if prints_answer():
+            report = choose(report, self.attention)
+            drawn = None if wanted is None else _draw(report, run, wanted, self.export)
+            print_and_export(report, options, self.export, drawn)
+        return report
+
+    def _traced(self, *, keep: bool) -> tuple[Trace, Run | None]:
+        return _traced(self.target, self.options, self.loop, keep=keep, ranks=self.ranks, plan=self.plan)
+
+
+def _watched(asked: _Asked) -> ExitCode:
+    """Answer on each save of the target's file, until Ctrl-C. Raises `SpecError` without a file."""
+    from .watch import watched
+
+    name, colon, _ = (asked.target or "").partition(".py:")
+    file = Path(f"{name}.py" if colon else name)
+    if file.suffix != ".py" or not file.is_file():
+        raise SpecError(f"--watch needs a Python file, e.g. {PROGRAM} path/to/file.py --watch.")
+
+    def verdict() -> str:
+        from ..render.verdict import verdict_of
+
+        said = verdict_of(asked.answer())
+        return "" if said is None else said.text
+
+    return watched(verdict, file)
 
 
 def _unless_picture(export: Destination | None, options: Options) -> Destination | None:
@@ -129,7 +178,7 @@ def _unless_picture(export: Destination | None, options: Options) -> Destination
 
 
 def _exit_code(report: Trace, fail_if: str | None) -> ExitCode:
-    """Return whether a run differs from a loop of it, or shows what --fail-if names."""
+    """Return whether a run raised, differs from a loop of it, or shows what --fail-if names."""
     if not report.complete:
         return ExitCode.CONDITION
     if fail_if is None:

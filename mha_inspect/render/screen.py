@@ -57,6 +57,15 @@ def markdown(text: str) -> str:
     return captured.get()
 
 
+def clear(stream: IO[str] | None) -> None:
+    """Clear a terminal; nothing happens to any other stream."""
+    if not is_terminal(stream):
+        return
+    from rich.console import Console
+
+    Console(file=stream).clear()
+
+
 def columns(stream: IO[str] | None) -> int | None:
     """Return the columns to fill: COLUMNS if set, else the terminal's; None in a pipe, which has no limit."""
     return _typed("COLUMNS") or _size_of(stream).columns or None

@@ -21,8 +21,12 @@ MeasuredAgainst = Literal["float64", "half a digit"]
 and input changed by half a unit in the last place."""
 
 
+_SHOWN = 10
+"""Lines of a report that a REPL shows."""
+
+
 class Report:
-    """An answer that prints itself as its command does, in a REPL, in a notebook or to a file."""
+    """An answer that prints itself as its command does; a REPL shows its first lines, a notebook its page."""
 
     command: ClassVar[str]
     """The `command` of the JSON, and the name of its schema."""
@@ -41,8 +45,15 @@ class Report:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self._text("plain").rstrip("\n")
+
+    def __repr__(self) -> str:
+        """Return the first lines of the page, ten at most."""
+        lines = str(self).split("\n")
+        if len(lines) <= _SHOWN:
+            return "\n".join(lines)
+        return "\n".join([*lines[: _SHOWN - 1], f"… {len(lines)} lines: print it to see them all"])
 
     def _repr_html_(self) -> str:
         return str(_render().to_cell(self))

@@ -52,7 +52,7 @@ def test_the_module_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert repr(report) == repr(mha_inspect.check(module, x))
+    assert str(report) == str(mha_inspect.check(module, x))
 
 
 def test_bad_input_says_what_there_is() -> None:

@@ -118,3 +118,39 @@ def test_what_cannot_be_meant_is_refused_with_a_way(invoke: Program, typed: str,
     assert answer.code == 2
     assert said in answer.err
     assert answer.out == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.nn.MultiheadAttention --num-heads 4",
+        "nn.MultiheadAttention --num_heads 4",
+        "MultiheadAttention --num_heads=4",
+        "--num_heads 4",
+        "--num-heads 4 --embed_dim 512",
+    ],
+)
+def test_a_name_as_python_has_it_or_options_alone_are_traced(here: Path, invoke: Program, line: str) -> None:
+    (attention,) = report(invoke, line)["attentions"]
+    assert (attention["num_heads"], attention["head_dim"]) == (4, 128)
+
+
+def test_a_class_of_a_file_here_goes_before_one_of_torch(here: Path, invoke: Program) -> None:
+    (here / "mine.py").write_text(ATTENTION.replace("Attention", "MultiheadAttention"))
+    (attention,) = report(invoke, "MultiheadAttention --embed-dim 16")["attentions"]
+    assert attention["num_heads"] == 2
+
+
+def test_a_notebook_is_told_how_it_is_done_in_one(here: Path, invoke: Program) -> None:
+    answer = invoke("model.ipynb")
+    assert answer.code == 2
+    assert "mha_inspect.trace(module, x)" in answer.err
+
+
+def test_what_scores_take_is_said_before_anything_runs(here: Path, invoke: Program) -> None:
+    answer = invoke("torch", "--seq-len", "1000000")
+    assert answer.code == 3
+    first, second = answer.err.splitlines()
+    assert "those of one head, 1000000 × 1000000, take 3.6 TiB" in first
+    assert "--device meta" in first
+    assert "out of memory" in second

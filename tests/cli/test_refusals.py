@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LINES: list[tuple[str, ...]] = [
     ("trcae", "trcae was not found", "Did you mean trace?"),
-    ("-help", "there is no option -help before the command. Did you mean --help?"),
+    ("-help", "trace has no option -help. Did you mean --help?"),
     ("--embed-dim 3 trace", "--embed-dim comes before the command", "mha-inspect trace --embed-dim"),
     ("trace --embed-dmi 3", "no option --embed-dmi", "Did you mean --embed-dim?"),
     ("trace --heads 4", "belongs to `mha-inspect compare-heads`. Did you mean --num-heads?"),
@@ -103,7 +103,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace mine.py:Needy --num-heads 1,2", "a target takes one number", "mha-inspect params --num-heads 1,2"),
     ("trace bert --layer torch", "two layers"),
     ("trace 512", "512 is not a target", "package.module:Name", "--embed-dim 512"),
-    ("trace torch.nn.MultiheadAttention", "a target has a colon. Write torch.nn:MultiheadAttention."),
+    ("trace torch.nn.functional", "is missing the name of a class. Write torch.nn.functional:Name."),
     ("trace model.py::Attention", "Write model.py:Attention."),
     ("trace nosuchpackage.layers:Attention", "install its package, or give the file"),
     ("trace modle.py:Attention", "modle.py does not exist. Did you mean model.py?"),

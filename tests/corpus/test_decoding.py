@@ -221,7 +221,7 @@ def test_a_recorded_generate_loop_has_a_row_for_each_call(hf):
     trace = seen.trace
     assert rows(trace) == [(7, 0, 7), (1, 7, 1), (1, 8, 1), (1, 9, 1)]
     assert [row.cache_bytes for row in trace.steps] == [2 * 2 * 2 * 2 * keys * 8 * 4 for keys in (7, 8, 9, 10)]
-    assert repr(trace).index("4 calls") < repr(trace).rindex("8 attentions")
+    assert str(trace).index("4 calls") < str(trace).rindex("8 attentions")
     assert trace.decode is None
 
 

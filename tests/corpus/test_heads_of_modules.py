@@ -191,7 +191,7 @@ def test_focus_tells_several_attentions_apart(x):
     places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
     assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
     assert "With 3 heads in each of 2 attentions" in report.focus.answer
-    assert "2 blocks.1" in repr(report)
+    assert "2 blocks.1" in str(report)
 
 
 def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):

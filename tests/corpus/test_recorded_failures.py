@@ -38,7 +38,7 @@ def test_a_recording_has_the_failure_of_a_block_that_raised():
         ("k", "batch sequence heads head_dim"),
     ]
     assert "needs another run of your code" in failure.note
-    assert "must match the size" in repr(seen.trace)
+    assert "must match the size" in str(seen.trace)
     jsonschema.validate(seen.trace.to_dict(), load_schema("trace"))
 
 

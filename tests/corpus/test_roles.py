@@ -145,7 +145,7 @@ def test_reading_off_leaves_the_module_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in layer.parameters())
-    assert "W_q: rows are the heads stacked, 5 each" in repr(report)
+    assert "W_q: rows are the heads stacked, 5 each" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def require_same_answers(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *ar
     with monkeypatch.context() as patched:
         every_layer(patched)
         whole, _ = trace_of(module, *args)
-    assert repr(trace) == repr(whole)
+    assert str(trace) == str(whole)
     return trace, run
 
 
@@ -80,7 +80,7 @@ def require_same_parameters(monkeypatch: pytest.MonkeyPatch, module: nn.Module, 
     with monkeypatch.context() as patched:
         every_layer(patched)
         whole = mha_inspect.params(module, *args, per_head=True)
-    assert repr(report) == repr(whole)
+    assert str(report) == str(whole)
     return report
 
 

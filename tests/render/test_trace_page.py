@@ -17,7 +17,7 @@ from .samples import STEPS, trace
 
 
 def page_of(module: nn.Module, *args: torch.Tensor) -> str:
-    return repr(mha_inspect.trace(module.eval(), *args))
+    return str(mha_inspect.trace(module.eval(), *args))
 
 
 def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_turns() -> None:
@@ -39,7 +39,7 @@ def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_
 def test_the_heads_of_a_model_are_folded() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), 2).eval()
     report = mha_inspect.params(model, torch.randn(2, 5, 12), per_head=True)
-    rows = [re.split("  +", line) for line in repr(report).partition("\nby head")[2].partition("\n\n")[0].splitlines()]
+    rows = [re.split("  +", line) for line in str(report).partition("\nby head")[2].partition("\n\n")[0].splitlines()]
     folded = {(name, part): (heads, rows, columns) for name, part, heads, rows, columns in rows[2:]}
     name = "layers.0–1.self_attn.{} ×2"
     assert folded[name.format("in_proj_weight"), "W_k"] == ("0–2", "4h+12 to 4h+15", "0–11")
@@ -67,7 +67,7 @@ def test_the_heads_of_a_model_are_folded() -> None:
     ],
 )
 def test_the_calls_of_a_loop_come_first_and_their_proof_before_that_of_kernels(proof, sentence) -> None:
-    page = repr(replace(trace(), steps=STEPS, decode=DecodeProof(*proof, 10)))
+    page = str(replace(trace(), steps=STEPS, decode=DecodeProof(*proof, 10)))
     first, *rows = page.partition("2 calls: the last is shown below\n")[2].splitlines()[:3]
     assert first.split() == ["step", "queries", "past", "new", "scores", "cache", "FLOPs"]
     assert rows[0].split() == ["prompt", "9", "0", "9", "[1,", "2,", "9,", "9]", "1.5", "KiB", "1.4", "MFLOP"]
@@ -82,7 +82,7 @@ def _rank(number: int, heads: int = 2, flops: int = 900) -> Rank:
 
 
 def _rows(*ranks: Rank) -> list[list[str]]:
-    lines = repr(replace(trace(), ranks=with_copies(ranks))).splitlines()
+    lines = str(replace(trace(), ranks=with_copies(ranks))).splitlines()
     start = next(number for number, line in enumerate(lines) if re.match(r"[\d,]+ ranks", line))
     return [re.split(r"\s{2,}", line.strip()) for line in lines[start : lines.index("", start)]]
 
@@ -105,5 +105,5 @@ def test_keys_are_copies_where_ranks_with_other_queries_have_them() -> None:
 
 def test_steps_that_were_not_compared_say_why() -> None:
     proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
-    page = repr(replace(trace(), steps=STEPS, decode=proof))
+    page = str(replace(trace(), steps=STEPS, decode=proof))
     assert "The steps were not compared with one forward over all 10 tokens: the forward draws random" in page

@@ -137,12 +137,12 @@ def test_nothing_is_changed(asked: str, mode: str) -> None:
 def test_nothing_is_changed_by_eight_threads_at_once_and_each_has_its_own_answer() -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     module = encoder()
-    alone = {grad: repr(_traced(module, x, grad)) for grad in (True, False)}
+    alone = {grad: str(_traced(module, x, grad)) for grad in (True, False)}
     before, answers, turn = state(), [], threading.Barrier(8)
 
     def run(grad: bool) -> None:
         turn.wait(30)
-        answers.extend((grad, repr(_traced(module, x, grad))) for _ in range(2))
+        answers.extend((grad, str(_traced(module, x, grad))) for _ in range(2))
 
     threads = [threading.Thread(target=run, args=(place % 2 == 0,)) for place in range(8)]
     for thread in threads:

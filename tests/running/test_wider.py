@@ -42,7 +42,7 @@ def without_names(report: Trace) -> str:
         for attention in report.attentions
     )
     # As text: a scale that is none is not equal to itself.
-    return repr(
+    return str(
         replace(report, attentions=attentions, returns=tuple(replace(returned, axes="") for returned in report.returns))
     )
 
