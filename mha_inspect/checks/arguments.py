@@ -152,25 +152,6 @@ class Arguments:
                 named[name] = self.values.get(name, parameter.default)
         return named
 
-    def starts_at_zero(self) -> bool:
-        """Return whether an argument says that the first token has position 0."""
-        return any(int(torch.as_tensor(value).min()) == 0 for value in self.positions().values())
-
-    def from_start(self, source: Source, length: int) -> dict[str, Any]:
-        """Return changes for a call without a past: with other tokens, `length` of them, at the first positions."""
-        changes: dict[str, Any] = {}
-        for name in CACHES:
-            if name in self.values:
-                changes[name] = None
-        for name, value in self.positions().items():
-            changes[name] = _first_positions(value, source.length, length)
-        axis = source.positions or 0
-        repeats = length // source.length + 1
-        tokens = torch.cat([source.value] * repeats, axis).narrow(axis, 0, length)
-        longer = Source(source.names, tokens, source.batch, axis)
-        changes |= longer.others(slice(0, length), row=slice(None))
-        return changes
-
     def uncut(self, source: Source) -> list[str]:
         """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
         pieces = self.piece(source, 0, 1, by_item=())
@@ -389,13 +370,6 @@ def _axes_of(
 
 def _is_no_target(source: Source) -> bool:
     return not any(_OF_TARGET.match(name) for name in source.names)
-
-
-def _first_positions(value: Any, before: int, length: int) -> Any:
-    """Return the first positions in the form of others, which are for `before` tokens, or for the first of them."""
-    if isinstance(value, Tensor) and value.shape[-1:] == (before,):
-        return torch.arange(length).to(value).expand(*value.shape[:-1], -1).clone()
-    return value * 0
 
 
 def masks_by_item(run: NamedRun) -> frozenset[str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..record.arguments import tensors_in
+from ..record.arguments import dense, tensors_in
 from ..record.ops import Op
 from ..reports.check import Finding
 from .arguments import CACHES, exchanged_ids, random_numbers
@@ -46,7 +46,7 @@ def without_effect(evidence: Evidence) -> Iterator[Finding]:
 
 def _are_finite(returned: object) -> bool:
     """Return whether there are outputs, and all are finite: a NaN would be the same for any argument."""
-    outputs = [tensor for _, tensor in tensors_in(returned) if tensor.is_floating_point()]
+    outputs = [dense(tensor) for _, tensor in tensors_in(returned) if tensor.is_floating_point()]
     return bool(outputs) and all(bool(tensor.isfinite().all()) for tensor in outputs)
 
 

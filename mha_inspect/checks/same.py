@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..compare.comparable_run import ComparableRun, ComparedStage, Comparison
+from ..compare.comparable_run import ComparableRun, Comparison
 from ..compare.pair import Where, Why
 from ..compare.replay import first_key
 from ..compare.shared_weights import copy_all
-from ..compare.why import why
+from ..compare.why import first_difference, why
 from ..errors import MhaInspectError
 from ..record.arguments import with_copies
 from ..record.ops import Op
@@ -144,7 +144,7 @@ def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstS
     left, right = ComparableRun(evidence.subject), ComparableRun(compared)
     if len(left.attentions) != len(right.attentions):
         return None
-    row = next(filter(_differs, Comparison(left, right).rows()), None)
+    row = first_difference(list(Comparison(left, right).rows()))
     if row is None:
         return None
     attention, _ = evidence.run.attentions[row.place]
@@ -154,10 +154,6 @@ def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstS
         module=attention.module,
         why=why(left, right, where),
     )
-
-
-def _differs(row: ComparedStage) -> bool:
-    return row.difference is not None and row.difference.verdict == "differs"
 
 
 def _of_padded_outputs(evidence: Evidence, output: Tensor) -> Iterator[str]:

@@ -34,7 +34,7 @@ from .heads_apart import heads_apart
 from .pair import Where, Why
 from .reasons.rows import reordered_copies
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
-from .why import why, why_norms
+from .why import first_difference, why, why_norms
 
 _LACKING = {
     "masked_scores": "mask",
@@ -159,8 +159,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     given = shared.given
     sides = (left, right)
     comparison = Comparison(left, right)
-    apart = None if comparison.are_paired or not given else heads_apart(left, right)
-    compared = list(comparison.rows(measured=bool(given)) if apart is None else apart.rows())
+    compared = _stages(comparison, measured=bool(given))
     numbered = any(stage.place for stage in compared)
     stages: list[StageRow] = []
     for stage in compared:
@@ -171,7 +170,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     further = comparison.further() if given else ()
     outcome = _outcome(output, further)
     # Where the outputs are the same, a stage differs in form alone.
-    first = None if outcome == "same" else _first_differing(stages)
+    first = None if outcome == "same" else first_difference(compared)
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -198,12 +197,12 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     return replace(report, answer=tuple(answer), reasons=reasons)
 
 
-def _first_differing(stages: Sequence[StageRow]) -> StageRow | None:
-    """Return the first stage that differs; None if none does."""
-    for row in stages:
-        if row.verdict == "differs":
-            return row
-    return None
+def _stages(comparison: Comparison, *, measured: bool) -> list[ComparedStage]:
+    """Return the stages of both sides, those of heads that are attentions of their own beside the whole ones."""
+    apart = None
+    if measured and not comparison.are_paired:
+        apart = heads_apart(comparison.left, comparison.right)
+    return list(comparison.rows(measured=measured) if apart is None else apart.rows())
 
 
 def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, ...]:
@@ -357,7 +356,10 @@ def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
         return
     is_compared = any(row.verdict for row in report.stages)
     if report.outcome == "differs" and report.first_differing_stage is None and is_compared:
-        yield f"Every stage that both have is the same; {_after_the_stages(report)}."
+        alike = "is the same"
+        if any(row.verdict == "differs" for row in report.stages):
+            alike = "is the same, or differs in form alone"
+        yield f"Every stage that both have {alike}; {_after_the_stages(report)}."
     if report.left.layer.name == report.right.layer.name and report.outcome != "differs":
         yield from _accuracy(report)
 

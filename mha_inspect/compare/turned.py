@@ -9,17 +9,10 @@ from torch import Tensor
 from ..naming.pattern import dims_of
 from ..record.ops import TensorRef
 from .pair import Side, are_near
+from .reasons.made_of import MADE_OF
 from .replay import LostError, again
 
-_SOURCES = {
-    "query": (),
-    "key": (),
-    "value": (),
-    "q_heads": ("q_proj", "query"),
-    "k_heads": ("k_proj", "key"),
-    "v_heads": ("v_proj", "value"),
-}
-"""Stage that positions may enter to the stages before it, the nearest first; without one, the input of the run."""
+_INPUTS = ("query", "key", "value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +53,11 @@ class Tokens:
 
 def tokens_before(side: Side, stage: str) -> Tokens | None:
     """Return what a stage is computed from, if that has a dimension of positions."""
-    sources = _SOURCES.get(stage)
-    if sources is None:
-        return None
-    if not sources:
+    if stage in _INPUTS:
         return _of_input(side, stage)
-    for name in sources:
+    if not stage.endswith("_heads"):
+        return None
+    for name in MADE_OF[stage]:
         tensor = side.attention.stages.get(name)
         dims = [] if tensor is None else dims_of(side.names.of_stage(name))
         sequence = "query" if name in ("q_proj", "query") else "key"

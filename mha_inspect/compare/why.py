@@ -7,7 +7,7 @@ from there; so the next one is a difference of its own, and in the end both retu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -21,10 +21,11 @@ from ..naming.visibility import Rows
 from ..record.arguments import dense
 from ..record.ops import Recording, TensorRef
 from ..text import listed, plural
-from .comparable_run import ComparableRun, Comparison
+from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
 from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
 from .reasons.linear import linear
+from .reasons.made_of import behind
 from .reasons.mask import mask
 from .reasons.norm import norm
 from .reasons.number import number
@@ -39,8 +40,7 @@ from .shared_weights import unreadable
 
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
-_OF_WEIGHTS_ALONE = frozenset({"q_proj", "k_proj", "q_heads", "k_heads", "scores", "masked_scores"})
-"""Stages that have a part in the weights alone."""
+_INPUTS = frozenset({"query", "key", "value"})
 _MOST = 48
 """The most stages to put into a run."""
 
@@ -64,6 +64,32 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
             if trial.is_all:
                 return (*orders, *_facts(trial))
     return _facts(_Search(left, right, where).searched())
+
+
+def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
+    """Return the first stage that differs, and not in form alone; None if none does."""
+    by_place: dict[int, dict[str, ComparedStage]] = {}
+    for row in rows:
+        by_place.setdefault(row.place, {})[row.name] = row
+    for stages in by_place.values():
+        verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
+        same = {name for name, verdict in verdicts.items() if verdict == "same"}
+        for name in _effective(same.__contains__):
+            if verdicts.get(name) == "differs":
+                return stages[name]
+    return None
+
+
+def _effective(is_same: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the stages whose difference changes anything: not those before a stage that is the same."""
+    alike: set[str] = set()
+    for stage in STAGES:
+        if is_same(stage):
+            alike |= behind(stage)
+    # What comes in has a part in all of the attention, and may go around it.
+    if is_same("output") or is_same("context"):
+        alike |= _INPUTS
+    return tuple(stage for stage in STAGES if stage not in alike)
 
 
 def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
@@ -159,7 +185,8 @@ class _Search:
             return trial
         for place in range(min(len(self.left.attentions), len(self.right.attentions))):
             pair = pair_of(self.left, self.right, place, self.where)
-            for stage in _effective(replace(pair, left=replace(pair.left, changed=trial.computed))):
+            at = replace(pair, left=replace(pair.left, changed=trial.computed))
+            for stage in _effective(partial(_is_same_in, at)):
                 trial = self._after(trial, pair, place, stage)
                 if trial.end:
                     return trial
@@ -240,17 +267,6 @@ class _Search:
         return None if difference is None else form_of(difference)
 
 
-def _effective(pair: Pair) -> tuple[str, ...]:
-    """Return the stages whose difference changes anything: not those before a stage that is the same on both sides."""
-    if _is_same_in(pair, "output"):
-        return ()
-    if _is_same_in(pair, "context"):
-        return ("concat", "output")
-    if _is_same_in(pair, "weights"):
-        return tuple(stage for stage in STAGES if stage not in _OF_WEIGHTS_ALONE)
-    return tuple(STAGES)
-
-
 def _is_same_in(pair: Pair, stage: str) -> bool:
     """Return whether both sides have a stage, with the same numbers."""
     left, right = pair.left.stage(stage), pair.right.stage(stage)
@@ -259,6 +275,8 @@ def _is_same_in(pair: Pair, stage: str) -> bool:
 
 
 def _reason_of(pair: Pair, difference: Difference) -> Why | None:
+    if difference.left.is_complex() or difference.right.is_complex():
+        return None
     for reason in REASONS:
         found = reason(pair, difference)
         if found is not None:

@@ -12,7 +12,7 @@ from math import prod
 from .. import text
 from ..measure.repeats import row_of_each
 from ..record.ops import Op
-from .edit import SWAP, Change, Edit
+from .edit import SWAP, Change, Edit, Step
 from .facts import HEADS, SEQUENCES, Facts, Operand, written_dims
 from .meeting import Clash, called, clashes, meetings
 from .reached import SDPA
@@ -111,24 +111,40 @@ def _in_order(facts: Facts) -> Iterator[Edit]:
     """Put the axes of one operand, which all have names, in any other order with batch and heads first."""
     for operand in facts.operands:
         rank = len(operand.shape)
-        if not operand.part or rank > 4 or any(name.isdigit() for dim in operand.dims for name in dim):
+        has_names = not any(name.isdigit() for dim in operand.dims for name in dim)
+        if not operand.part or not has_names or rank > 4:
             continue
         for order in list(permutations(range(rank)))[1:]:
-            turned = [place for place in range(rank) if order[place] != place]
-            step = ("transpose", *turned) if len(turned) == 2 else ("permute", *order)
-            if turned == [rank - 2, rank - 1]:
-                step = SWAP
-            change = Change(operand, (step,))
-            heads_come_second = rank < 4 or facts.base == "einsum" or change.dims[1][0] in HEADS
-            if change.dims[0][0] != "batch" or not heads_come_second:
+            change = Change(operand, (_turn(order),))
+            if not _is_usual(facts, change):
                 continue
-            cause = "axes_out_of_order"
-            if facts.pair is not None and operand.part == "key":
-                cause = "key_not_transposed"
-            elif step == SWAP and operand.part == "value":
-                cause = "value_transposed"
             what = f"{operand.text}; the call takes it as {written_dims(change.dims)}."
-            yield Edit(cause, what, (change,), f"use {change.code}", cost=2 + len(turned))
+            cost = 2 + sum(place != to for place, to in enumerate(order))
+            yield Edit(_cause_of_turn(facts, change), what, (change,), f"use {change.code}", cost=cost)
+
+
+def _turn(order: Sequence[int]) -> Step:
+    """Return the step to another order of dimensions, as it is usually written."""
+    moved = [place for place, to in enumerate(order) if place != to]
+    if moved == [len(order) - 2, len(order) - 1]:
+        return SWAP
+    return ("transpose", *moved) if len(moved) == 2 else ("permute", *order)
+
+
+def _is_usual(facts: Facts, change: Change) -> bool:
+    """Return whether the batch then comes first, and the heads next: an equation may have them anywhere."""
+    first, *rest = change.dims
+    if first[0] != "batch":
+        return False
+    return len(rest) < 3 or facts.base == "einsum" or rest[0][0] in HEADS
+
+
+def _cause_of_turn(facts: Facts, change: Change) -> str:
+    if facts.pair is not None and change.operand.part == "key":
+        return "key_not_transposed"
+    if change.operand.part == "value" and change.steps[0] == SWAP:
+        return "value_transposed"
+    return "axes_out_of_order"
 
 
 def _split_too(facts: Facts) -> Iterator[Edit]:

@@ -141,8 +141,6 @@ class Facts:
     """Arguments of the user's function that are None where the failing expression uses them."""
     unpacks_shape: bool = False
     """Whether the failing line reads a shape."""
-    line: str = ""
-    """The line of user code that failed."""
     called: tuple[str, ...] = ()
     """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
     passed: Mapping[str, Passed] = field(default_factory=dict)
@@ -270,7 +268,6 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         variables=names.variables,
         missing=site.missing,
         unpacks_shape=re.search(r"\.(shape|size\()", site.line) is not None,
-        line=site.line if site.by_user else "",
         called=site.called,
         passed=_passed(site, recorder, names),
         cut=_rows_cut(site.module),

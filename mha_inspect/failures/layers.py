@@ -14,7 +14,7 @@ from .edit import SWAP, Change, Edit, Step
 from .factors import SAME_SEQUENCE, of_sizes, with_size
 from .facts import HEADS, NORMS, Facts, Operand
 from .meeting import clashes
-from .reached import LAYERS, behind_of
+from .reached import LAYERS, PRODUCTS, behind_of
 
 _SETTING_OF = {"query": "embed_dim", "key": "kdim", "value": "vdim"}
 """Argument of nn.MultiheadAttention to the setting for its width."""
@@ -99,8 +99,10 @@ def _of_padding(facts: Facts, padding: Operand, key: Operand, what: str) -> Iter
         cause = "batch_and_sequence_swapped"
         yield Edit(cause, expects, (turned,), f"use {padding.name}.T if {key.name} is right")
         yield Edit(cause, expects, swapped(facts), f"use {way} for {key.name} if the mask is right")
-    what = f"{padding.is_shape}; expected batch key, {text.shape(expected)}, for key_padding_mask."
-    way = f"build the mask for batch {extent.batch} and key {extent.length}"
+    axes = "batch key" if extent.batch else "key"
+    what = f"{padding.is_shape}; expected {axes}, {text.shape(expected)}, for key_padding_mask."
+    of_batch = f"batch {extent.batch} and " if extent.batch else ""
+    way = f"build the mask for {of_batch}key {extent.length}"
     yield Edit("mask_size", what, (Change(padding, (("new_zeros", expected),)),), way, cost=5)
 
 
@@ -132,28 +134,28 @@ def edits_of_features(facts: Facts) -> Iterator[Edit]:
 
 def _taken(facts: Facts) -> Iterator[_Misfit]:
     """Yield the inputs of a layer with the features that it takes, whether they fit or not; nothing for other calls."""
-    layer = facts.attention
-    if layer is not None:
-        for role, takes in (("query", layer.embed_dim), ("key", layer.kdim), ("value", layer.vdim)):
-            x = facts.given(role)
-            if x is not None and takes is not None:
-                yield _Misfit(x, takes, None, f"the layer ({_SETTING_OF[role]})")
+    if facts.attention is not None:
+        yield from _taken_by_attention(facts, facts.attention)
     elif facts.base in NORMS and facts.operands:
-        x, *rest = facts.operands
-        weight = next((operand for operand in rest if operand.is_parameter), None)
-        yield _Misfit(x, _normalized(facts), weight, "the norm" if weight is None else weight.name)
+        weight = next((operand for operand in facts.operands[1:] if operand.is_parameter), None)
+        yield _Misfit(facts.operands[0], _normalized(facts), weight, "the norm" if weight is None else weight.name)
     elif facts.base == "linear" and len(facts.operands) >= 2:
         x, weight = facts.operands[:2]
         yield _Misfit(x, weight.shape[-1] if weight.shape else 0, weight, weight.name)
-    elif facts.pair is not None:
-        x, weight = facts.pair
-        if weight.is_parameter and len(weight.shape) == 2:
-            yield _Misfit(x, weight.shape[0], weight, weight.name)
-    elif facts.base in ("mul", "imul") and len(facts.operands) == 2:
+    elif facts.base in (*PRODUCTS, "mul", "imul") and len(facts.operands) == 2:
         # The norm of a model may multiply by its weight itself.
         weight, x = sorted(facts.operands, key=lambda operand: not operand.is_parameter)
-        if weight.is_parameter and len(weight.shape) == 1 and not x.is_parameter:
+        rank = 1 if facts.pair is None else 2
+        if weight.is_parameter and len(weight.shape) == rank and not x.is_parameter:
             yield _Misfit(x, weight.shape[0], weight, weight.name)
+
+
+def _taken_by_attention(facts: Facts, layer: nn.MultiheadAttention) -> Iterator[_Misfit]:
+    """Yield the inputs of nn.MultiheadAttention, whose widths are its settings."""
+    for role, takes in (("query", layer.embed_dim), ("key", layer.kdim), ("value", layer.vdim)):
+        x = facts.given(role)
+        if x is not None and takes is not None:
+            yield _Misfit(x, takes, None, f"the layer ({_SETTING_OF[role]})")
 
 
 def _normalized(facts: Facts) -> int:

@@ -39,6 +39,12 @@ class _Masking:
         """The keys of the mask."""
         return self.mask.shape[-1]
 
+    @property
+    def anew(self) -> Step:
+        """The step to a mask of the sizes of the scores; with one row, if it has one for all queries."""
+        rows = [] if len(self.mask.shape) == 1 else [1 if self.rows == 1 else self.scores[-2]]
+        return "new_zeros", (*self.mask.shape[:-2], *rows, self.scores[-1])
+
     def edit(self, cause: str, why: str, *steps: Step, cost: int, way: str = "", note: str = "") -> Edit:
         """Return an edit of the mask, which must leave the scores their shape."""
         shape = None if self.operand is None else self.scores
@@ -168,39 +174,57 @@ def _for_layer(facts: Facts, masking: _Masking, heads: int) -> Iterator[Edit]:
 
 def _sizes(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     """Yield a mask for other numbers of queries or keys, cut or made anew."""
-    mask = masking.mask
     query, key = masking.scores[-2:]
     rows, columns = masking.rows, masking.columns
     if rows in (1, query) and columns in (1, key):
         return
     covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
-    what = f"{mask.name} covers {covers}; expected query {query}, key {key} for scores {text.shape(masking.scores)}."
+    expected = f"expected query {query}, key {key} for scores {text.shape(masking.scores)}"
+    what = f"{masking.mask.name} covers {covers}; {expected}."
     source = _SourceOfKeys.of(facts)
-    anew = ("new_zeros", (*mask.shape[:-2], *([1 if rows == 1 else query] if len(mask.shape) > 1 else []), key))
     if columns > key and source.has_size(columns) and not source.has_size(key):
         # The module has cut, pooled or projected the keys, and the mask is for those before.
         yield Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
     elif query != key and columns == query:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
-        of_keys = f"give a mask of the {key} keys of this product, which come from {source.name}"
-        way = f"{of_keys}: {query} is the number of queries" if source.name else ""
-        yield masking.edit("mask_size", what, anew, way=way, cost=9) if way else Edit("mask_size", what, cost=9)
+        yield _of_keys(masking, what, source.name)
     elif columns >= key and (rows in (1, query) or (query == key and rows >= query)):
-        index: tuple[Any, ...] = (
-            (slice(None, key),) if len(mask.shape) == 1 else (..., slice(None, query), slice(None, key))
-        )
-        change = Change(mask, (("__getitem__", index),))
-        way = f"cut the mask to the lengths of this call: {change.code}"
-        yield masking.edit("mask_size", what, *change.steps, way=way, cost=5)
-    elif mask.is_table:
-        what = f"{mask.is_shape}, made for {columns} tokens, and this call has {key}."
-        longer = f"make {mask.name} for {key} or more and cut it to the call: {mask.name}[..., :{query}, :{key}]"
-        way = f"pass at most {columns} tokens, or {longer}"
-        yield masking.edit("mask_size", what, anew, way=way, cost=9)
+        yield _cut_to_call(masking, what)
     else:
-        fewer = ", or pass fewer positions" if rows < query or columns < key else ""
-        way = f"build the mask for query {query} and key {key}{fewer}"
-        yield masking.edit("mask_size", what, anew, way=way, cost=9)
+        yield _made_anew(masking, what)
+
+
+def _of_keys(masking: _Masking, what: str, source: str) -> Edit:
+    """Return the edit for a mask whose columns are the queries; only said if the input of the keys is unknown."""
+    if not source:
+        return Edit("mask_size", what, cost=9)
+    query, key = masking.scores[-2:]
+    of_keys = f"give a mask of the {key} keys of this product, which come from {source}"
+    return masking.edit("mask_size", what, masking.anew, way=f"{of_keys}: {query} is the number of queries", cost=9)
+
+
+def _cut_to_call(masking: _Masking, what: str) -> Edit:
+    """Return the edit that keeps the first rows and columns of a mask."""
+    query, key = masking.scores[-2:]
+    index: tuple[Any, ...] = (..., slice(None, query), slice(None, key))
+    if len(masking.mask.shape) == 1:
+        index = (slice(None, key),)
+    cut = ("__getitem__", index)
+    way = f"cut the mask to the lengths of this call: {Change(masking.mask, (cut,)).code}"
+    return masking.edit("mask_size", what, cut, way=way, cost=5)
+
+
+def _made_anew(masking: _Masking, what: str) -> Edit:
+    """Return the edit for a mask that is too small: made by another line, or a table for fewer tokens."""
+    mask, (query, key) = masking.mask, masking.scores[-2:]
+    way = f"build the mask for query {query} and key {key}"
+    if masking.rows < query or masking.columns < key:
+        way += ", or pass fewer positions"
+    if mask.is_table:
+        what = f"{mask.is_shape}, made for {masking.columns} tokens, and this call has {key}."
+        longer = f"make {mask.name} for {key} or more and cut it to the call: {mask.name}[..., :{query}, :{key}]"
+        way = f"pass at most {masking.columns} tokens, e.g. --seq-len {masking.columns}, or {longer}"
+    return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
 
 
 @dataclass(frozen=True)
@@ -247,22 +271,25 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
         for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
             what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
             yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
+    yield from _cut_to_other(facts, fewer, more)
+
+
+def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]:
+    """Yield the first entries of a mask that is combined with another, or of a table for more features."""
     place = first_clash(fewer.shape, more.shape)
     if place is None or place < -2:
         return
     longer, shorter = (fewer, more) if fewer.shape[place] > more.shape[place] else (more, fewer)
     wanted, size = shorter.shape[place], longer.shape[place]
     rest = () if place == -1 else (_WHOLE,)
-    first, last = (
-        Change(longer, (("__getitem__", (..., part, *rest)),)) for part in (slice(None, wanted), slice(-wanted, None))
-    )
+    first = Change(longer, (("__getitem__", (..., slice(None, wanted), *rest)),))
+    last = Change(longer, (("__getitem__", (..., slice(-wanted, None), *rest)),))
     what = f"{longer.is_shape}, and {shorter.is_shape}:"
     if facts.base in LOGICAL:
         unit = "keys" if place == -1 else "queries"
         what = f"{what} one covers {size} {unit}, the other {wanted}."
-        yield Edit(
-            "mask_size", what, (last,), note=f"for the last {wanted} {unit}, as in a cache of the latest keys", cost=5
-        )
+        of_last = f"for the last {wanted} {unit}, as in a cache of the latest keys"
+        yield Edit("mask_size", what, (last,), note=of_last, cost=5)
         yield Edit("mask_size", what, (first,), note=f"for the first {wanted}", cost=5)
     elif longer is fewer and place == -1 and longer.dtype != "bool" and not more.from_scores:
         what = f"{what} the table is for {size} features, and not for {wanted}."

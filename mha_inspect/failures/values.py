@@ -26,14 +26,14 @@ def edits_of_dtypes(facts: Facts) -> Iterator[Edit]:
 
 
 def _odd_one(facts: Facts, what: Literal["device", "dtype"]) -> tuple[Operand, str]:
-    """Return the first operand that differs from the majority, and what that has; parameters count twice.
+    """Return the first operand that differs from the parameters, or else from the majority, and what these have.
 
     A tensor that is given several times counts once.
     """
-    votes = Counter[str]()
-    for operand in {operand.given.tensor.id: operand for operand in facts.operands}.values():
-        votes[getattr(operand, what)] += 2 if operand.is_parameter else 1
-    usual = max(votes, key=votes.__getitem__)
+    once = {operand.given.tensor.id: operand for operand in facts.operands}.values()
+    parameters = [operand for operand in once if operand.is_parameter]
+    votes = Counter[str](getattr(operand, what) for operand in parameters or once)
+    ((usual, _),) = votes.most_common(1)
     return next(operand for operand in facts.operands if getattr(operand, what) != usual), usual
 
 

@@ -205,7 +205,17 @@ class _Loop:
                 called = pieces.with_changes(changes)
                 run = _recorded(called, keep=stop == last)[1]
                 if stop == last:
-                    return reason_of(Continued(whole, run, start, stop, leaves, called.leaves(run.recording)))
+                    return reason_of(
+                        Continued(
+                            whole=whole,
+                            call=run,
+                            start=start,
+                            stop=stop,
+                            whole_leaves=leaves,
+                            call_leaves=called.leaves(run.recording),
+                            subject=self.subject,
+                        )
+                    )
                 past = second_output(run.returned)
         return None
 

@@ -90,6 +90,19 @@ def test_a_stage_of_another_form_is_no_first_difference() -> None:
     assert "in form alone" in str(report)
 
 
+class MovedAndDoubled(Moved):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_stage_of_another_form_is_no_first_difference_of_outputs_that_differ() -> None:
+    report = compared(MovedAndDoubled(), Right())
+    assert report.outcome == "differs"
+    assert report.first_differing_stage is None
+    assert "or differs in form alone" in str(report)
+    assert [reason.kind for reason in report.reasons] == ["scale"]
+
+
 def masked(number: float, diagonal: int = 1) -> Right:
     return Right(mask=lambda _, scores: scores.masked_fill(future(scores, diagonal), number))
 

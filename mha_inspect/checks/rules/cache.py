@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -13,13 +14,8 @@ from torch import Tensor
 from ...compare.calls import reason_of
 from ...compare.pair import Why
 from ...compare.replay import factors_of
-from ...errors import ForwardError
-from ...failures.report import forward_error
-from ...layers.spec import Show
+from ...record.site import place_of
 from ...reports.check import Finding
-from ...reports.trace import Failure
-from ...running.subject import run_and_record
-from ...text import plural
 from ..arguments import CACHES, counts, second_output
 from ..cache_loop import Cache, Loop
 from ..evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, UndeclaredError
@@ -29,7 +25,6 @@ from ..seen_keys import SeenKeys
 
 _FEW = 4
 """The smallest number of tokens that shows how calls continue from a cache."""
-_DRAWN = "With other tokens, from position 0 on: "
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
@@ -80,12 +75,7 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     +        seen = seen.tril(k.shape[2] - q.shape[2])
     ```
     """
-    drawn = _from_start(evidence)
-    if drawn is None:
-        yield from _of_continued_calls(evidence)
-        return
-    for finding in _of_continued_calls(drawn):
-        yield replace(finding, evidence=_DRAWN + finding.evidence)
+    yield from _of_continued_calls(evidence)
 
 
 def _of_continued_calls(evidence: Evidence) -> list[Finding]:
@@ -109,7 +99,7 @@ def _continued_calls(evidence: Evidence) -> Iterator[Finding]:
             changed[way] = loop.changed(places).amax(0)  # position
         except RaisedError as error:
             _require_cut(evidence)
-            yield from _of_raised(loop, way, places, error)
+            yield from _of_raised(loop, way, error)
             return
     if any(bool(positions.any()) for positions in changed.values()):
         _require_cut(evidence)
@@ -287,71 +277,48 @@ def _padded_on_the_left(evidence: Evidence, name: str) -> Evidence | None:
 # -- calls that raise -------------------------------------------------------------------------------------------------
 
 
-def _of_raised(loop: Loop, way: str, places: list[int], error: RaisedError) -> Iterator[Finding]:
-    """Yield a fault of calls that raise: where the mask of all tokens makes them raise, with the sizes and the fix."""
+def _of_raised(loop: Loop, way: str, error: RaisedError) -> Iterator[Finding]:
+    """Yield a fault of calls that raise; of a mask of all tokens, where they run with another one or without."""
     evidence, memory = loop.evidence, loop.memory
     is_declared = evidence.intent.cache is not None
+    what, fix = "its cache", ""
     if loop.mask and not memory.in_module:
-        cut = replace(loop, given="keys")
-        runs_cut = cut.runs(places)
-        if runs_cut or replace(loop, given="none").runs(places):
-            if _takes_new_alone(loop):
-                evidence.notes.append(f"In calls that continue from the cache, {loop.mask} covers the new tokens only.")
-                return
-            yield _of_mask(cut, way, error, runs_cut=runs_cut, sure=is_declared)
+        if _takes_new_alone(loop):
+            evidence.notes.append(f"In calls that continue from the cache, {loop.mask} covers the new tokens only.")
             return
-    if not is_declared:
+        ways = _ways(evidence).values()
+        if replace(loop, given="keys").is_equal(ways):
+            what = f"its cache with {loop.mask} of all tokens"
+            last_keys = ":, -keys:" if loop.mask in evidence.by_item else "..., -keys:"
+            fix = f"Cut the mask to the keys of the call: {loop.mask}[{last_keys}]."
+        elif replace(loop, given="none").is_equal(ways):
+            what = f"its cache with {loop.mask} of all tokens"
+    if not is_declared and not fix:
         raise UndeclaredError("--cache NAME") from error
-    if not memory.in_module and _is_no_cache(error):
+    cause = error.__cause__
+    if not memory.in_module and isinstance(cause, AttributeError) and isinstance(cause.obj, Tensor):
         why = f"the second output is a tensor, which {memory.name} does not take"
         raise NotPossibleError(why, give="Check a module that returns its cache as its second value") from error
     how = f"{memory.name} advanced" if memory.in_module else f"its second output as {memory.name}"
     yield Finding(
         "cache",
-        f"The forward raises when it continues from its cache ({way}): {error}.",
+        f"The forward raises when it continues from {what} ({way}): {error}.",
         f"The call had {how} and the next tokens.",
-    )
-
-
-def _is_no_cache(error: RaisedError) -> bool:
-    """Return whether a call raised because it used a tensor as an object: it was given something else than a cache."""
-    cause = error.__cause__
-    return isinstance(cause, AttributeError) and isinstance(cause.obj, Tensor)
-
-
-def _of_mask(cut: Loop, way: str, error: RaisedError, *, runs_cut: bool, sure: bool) -> Finding:
-    """Return the fault of a call that raises with a mask of all tokens; `cut` cuts it to the keys of each call."""
-    evidence, name = cut.evidence, cut.mask
-    ways = _ways(evidence)
-    start, stop, changes = replace(cut, given="all").failing(ways[way])
-    keys = cut.keys_of(start, stop, changes) if runs_cut else None
-    failure = _failure_of(evidence, changes)
-    fix = _fix_of(failure)
-    cause = str(error)
-    if keys is not None:
-        cause = f"{keys} keys, mask of {stop}"
-        if cut.is_equal(ways.values()):
-            fix = f"Cut the mask to the keys of the call: {name}[{_last_keys(changes[name])}]."
-    return Finding(
-        "cache",
-        f"The forward raises when it continues from its cache with {name} of all tokens ({way}): {cause}.",
-        f"The call has {plural(stop - start, 'token')} after {start} that are cached. {error}.",
-        sure=sure,
-        source="" if failure is None else failure.source,
-        module="" if failure is None else failure.module,
+        sure=is_declared,
+        source=_line_that_raised(error),
         fix=fix,
     )
 
 
-def _fix_of(failure: Failure | None) -> str:
-    """Return how to fix the cause of a failure; empty if it is unknown."""
-    if failure is None or failure.cause is None:
-        return ""
-    return failure.cause.fix
-
-
-def _last_keys(mask: Tensor) -> str:
-    return ":, -keys:" if mask.dim() == 2 else "..., -keys:"
+def _line_that_raised(error: RaisedError) -> str:
+    """Return the innermost line of the user's code that raised; empty if it is unknown."""
+    line = ""
+    cause = error.__cause__
+    for frame, number in walk_tb(None if cause is None else cause.__traceback__):
+        place = place_of(frame.f_code)
+        if place.file and not place.library:
+            line = f"{place.file}:{number}"
+    return line
 
 
 def _takes_new_alone(loop: Loop) -> bool:
@@ -363,58 +330,7 @@ def _takes_new_alone(loop: Loop) -> bool:
     return replace(loop, evidence=padded, given="new").is_equal(_ways(padded).values())
 
 
-def _failure_of(evidence: Evidence, changes: Mapping[str, Any]) -> Failure | None:
-    """Return the failure of a call that raises; None if the forward is not to blame."""
-    subject = evidence.runner.prepared(evidence.arguments.of_call(changes))
-    with subject.settings():
-        before = subject.state()
-        run = run_and_record(subject.module, subject.args, subject.kwargs)
-        if run.error is None:
-            return None
-        error = forward_error(subject, run, Show(), before)
-    return error.trace.failure if isinstance(error, ForwardError) else None
-
-
 # -- which calls ------------------------------------------------------------------------------------------------------
-
-
-def _from_start(evidence: Evidence) -> Evidence | None:
-    """Return the evidence of a call with other tokens at the first positions, if the given one continues from a cache.
-
-    It shows what this call alone does not: whether the keys of earlier calls are still there.
-    """
-    arguments, source = evidence.arguments, evidence.source
-    names = _names_of_past(evidence)
-    if not names or not evidence.follows:
-        return None
-    if not _continues_another(evidence, names.union(source.names)):
-        return None
-    evidence.require_passed("rotary")
-    with suppress(RaisedError):
-        return evidence.with_arguments(arguments.from_start(source, max(source.length, _FEW)))
-    return None
-
-
-def _names_of_past(evidence: Evidence) -> set[str]:
-    """Return the arguments of the call that are positions or caches."""
-    names = set(evidence.arguments.positions())
-    for name in CACHES:
-        if evidence.values.get(name) is not None:
-            names.add(name)
-    return names
-
-
-def _continues_another(evidence: Evidence, names: set[str]) -> bool:
-    """Return whether there are keys before the first query, and no further argument has a size for each token.
-
-    `names` are the arguments that the calls of a loop change: tokens, positions and caches.
-    """
-    if not any(sight.first for sight in evidence.sights):
-        return False
-    for name, value in evidence.values.items():
-        if isinstance(value, Tensor) and name not in names and evidence.source.length in value.shape:
-            return False
-    return True
 
 
 def _require_cut(evidence: Evidence) -> None:

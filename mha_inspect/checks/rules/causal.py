@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...compare.replay import SIDES, Factor, LostError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
-from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ...text import listed
 from ..causal_masks import against_causal
@@ -171,8 +170,6 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
     if change is None:
         return None
     evidence.require_passed("heads")
-    if any(attention.divided for attention, _ in evidence.run.attentions):
-        return _by_the_sum(evidence, change.proof)
     ordered = _other_order(evidence)
     if ordered is not None:
         return ordered
@@ -233,18 +230,6 @@ def _beside_weights_or_in_other_order(proof: str) -> Finding:
         "An output depends on a future token that has no attention weight.",
         proof,
         fix="Check the order of the keys, and norms, convolutions and means over the positions.",
-    )
-
-
-def _by_the_sum(evidence: Evidence, proof: str) -> Finding:
-    """Return the finding for weights that the code divides by a sum of its own, which may count masked keys."""
-    return Finding(
-        "causal",
-        "An output depends on a future token that has no weight itself: the sum that divides the weights, or another "
-        "operation, reads it.",
-        proof,
-        source=evidence.scores_line,
-        fix="Mask before the sum over the keys is taken; then check norms and means over the positions.",
     )
 
 
@@ -353,12 +338,12 @@ def _changes_earlier(changed: Tensor, token: int) -> bool:
 def _almost_causal(evidence: Evidence) -> Finding | None:
     """Return the first attention that is causal but for its mask: off by a diagonal, turned, or on another axis."""
     for sight in _with_own_pattern(evidence.sights):
-        if not sight.almost_causal and not _is_on_another_axis(evidence, sight):
+        if not sight.almost_causal and not sight.over_heads:
             continue
         finding = against_causal(sight, sight.width)
         if finding is None:
             continue
-        if sight.over or (sight.is_top_left and sight.queries > 1):
+        if sight.over_heads or (sight.is_top_left and sight.queries > 1):
             return finding
         window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
         return replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
@@ -371,18 +356,6 @@ def _with_own_pattern(sights: Iterable[SeenKeys]) -> list[SeenKeys]:
     for sight in sights:
         first.setdefault(id(sight.by_head), sight)
     return list(first.values())
-
-
-def _is_on_another_axis(evidence: Evidence, sight: SeenKeys) -> bool:
-    """Return whether a triangular mask lies over the heads, or over batch items without being made of their lengths."""
-    if not sight.over or sight.over == "heads":
-        return bool(sight.over)
-    for name, value in tensors_in(evidence.values):
-        if name not in sight.lengths or not value.dim() or len(value) != len(sight.seen):
-            continue
-        if bool((value != value[:1]).any()):
-            return False
-    return True
 
 
 def _in_other_order(evidence: Evidence) -> Finding | None:

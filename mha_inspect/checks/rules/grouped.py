@@ -202,7 +202,7 @@ def _numbers(heads: Sequence[int]) -> str:
 def _repeated_keys(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if each key and its value are there several times, bit for bit, `batch kv_heads (key 4) head_dim`.
 
-    It is sure if the number of times is that of the query heads that share a key head.
+    The number of times is that of the query heads that share a key head.
     """
     projected = attention.stages.get("k_proj")
     keys = _along_keys(evidence, attention, names, "k_heads")
@@ -218,8 +218,6 @@ def _repeated_keys(evidence: Evidence, attention: Attention, names: AxisNames) -
             proof = f"{count} keys and values are {tokens} tokens of k_proj, each repeated {times} times, bit for bit."
             if times == names.num_heads // names.num_kv_heads:
                 yield _instead_of_heads(attention, times, proof)
-            else:
-                yield _along_sequence(attention, times, proof)
             return
 
 
@@ -230,17 +228,6 @@ def _instead_of_heads(attention: Attention, times: int, proof: str) -> Finding:
         proof,
         source=attention.score_product.op.source,
         fix="Use .transpose(1, 2) before the heads are repeated, so that dimension 1 is the heads.",
-    )
-
-
-def _along_sequence(attention: Attention, times: int, proof: str) -> Finding:
-    return Finding(
-        "grouped",
-        f"Each key occurs {times} times.",
-        proof,
-        sure=False,
-        source=attention.score_product.op.source,
-        fix="Remove the repeat of the keys and values along the sequence.",
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from ...compare.replay import SIDES, Factor, LostError, Row, Way, content_of
 from ...graph.attention import Attention
@@ -331,8 +331,7 @@ def _tokens_of_concat(ways: tuple[Way, Way], attention: Attention, names: AxisNa
 
 def _unravelled(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the index in dimensions of these sizes of a flat number."""
-    places: tuple[Tensor, ...] = torch.unravel_index(torch.tensor(number), tuple(sizes))
-    return tuple(map(int, places))
+    return tuple(map(int, np.unravel_index(number, tuple(sizes))))  # that of torch takes a second to import
 
 
 # -- sizes that coincide ----------------------------------------------------------------------------------------------

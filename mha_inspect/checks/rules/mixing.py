@@ -5,9 +5,8 @@ The `reach` of a token of batch item 0 is how much each output changes with it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from ...graph.rerun import between
@@ -63,9 +62,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         raise NotPossibleError("the keys are parameters, so no token attends to another")
     if evidence.padded is not None and _count_real_tokens(evidence.padded) < 2:
         raise NotPossibleError("batch item 0 has one real token: all others are padding")
-    finding = _fault_at_a_position(evidence, reach) if _has_effect(reach) else _fault_at_all_positions(evidence, reach)
-    if finding is not None:
-        yield finding
+    if not _has_effect(reach):
+        yield _fault_at_all_positions(evidence, reach)
 
 
 def _count_real_tokens(padded: Tensor) -> int:
@@ -187,38 +185,3 @@ def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
     recording = evidence.run.recording
     gates = {named.tensor.id for named in recording.parameters if named.tensor.numel == 1}
     return tensor.id in gates or bool(between(recording, gates, tensor))
-
-
-# -- a token has no effect on one position ----------------------------------------------------------------------------
-
-
-def _fault_at_a_position(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding | None:
-    """Return the fault of a token that leaves a position as it is, although every query sees every key."""
-    length = evidence.source.length
-    sights = evidence.sights
-    if not sights:
-        return None
-    if not all(sight.open and sight.queries == length == sight.keys for sight in sights):
-        return None
-    # A weight close to zero changes no output: the softmax is saturated.
-    must_change = torch.stack([sight.heavy for sight in sights]).all(0)  # query key
-    if evidence.padded is not None:
-        must_change &= ~evidence.padded[0][:, None]  # outputs of padding are no outputs
-    for token, changed in reach.items():
-        is_unchanged = ~(changed[0] > 0) & must_change[:, token]  # position
-        unchanged = is_unchanged.nonzero().flatten().tolist()
-        if unchanged:
-            return _unchanged_positions(evidence, token, unchanged)
-    return None
-
-
-def _unchanged_positions(evidence: Evidence, token: int, positions: Sequence[int]) -> Finding:
-    """Return the fault that a token leaves these positions of its batch item as they are."""
-    return Finding(
-        "mixing",
-        f"Token {token} has no effect on position {positions[0]}, although no mask separates them.",
-        f"Changing token {token} leaves {len(positions)} of {evidence.source.length} positions unchanged, bit for bit. "
-        "No score is masked.",
-        source=evidence.scores_line,
-        fix="Split heads with view(batch, positions, heads, head_dim), then transpose(1, 2).",
-    )

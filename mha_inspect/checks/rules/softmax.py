@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -21,7 +21,7 @@ from ...reports.check import Finding
 from ..each_kind import of_each_kind
 from ..evidence import Evidence
 from ..registry import rule
-from .masking import is_zero_one, weak_mask
+from .masking import is_zero_one
 
 _OVER_KEYS = "Apply softmax over the keys: dim=-1 of scores with axes query key."
 """How to fix a softmax over another axis."""
@@ -107,9 +107,6 @@ def _unlike_one(evidence: Evidence, attention: Attention, names: AxisNames, fina
     masking = [op for op in attention.weights_path if _may_mask(op)]
     if masking and highest < 1.02 and _is_masked(evidence, attention, masking):
         return _masked_afterwards(masking[-1], proof)
-    bias = _biased(evidence, attention)
-    if bias is not None:
-        return _biased_afterwards(bias, proof)
     changing = masking or _computing(attention)
     if changing:
         return _changed_at(changing[-1], proof)
@@ -142,16 +139,6 @@ def _masked_afterwards(mask: Op, proof: str) -> Finding:
         proof,
         source=mask.source,
         fix="Mask the scores with -inf before the softmax.",
-    )
-
-
-def _biased_afterwards(bias: Op, proof: str) -> Finding:
-    return Finding(
-        "softmax",
-        "A bias is added after the softmax: the weights of a query do not sum to one.",
-        proof,
-        source=bias.source,
-        fix="Add the bias to the scores before the softmax.",
     )
 
 
@@ -231,17 +218,6 @@ def _axis_of_softmax(attention: Attention, names: AxisNames) -> str:
     return "heads or batch items" if prod(result.shape[:-2]) > 1 else "another axis"
 
 
-def _biased(evidence: Evidence, attention: Attention) -> Op | None:
-    """Return the operation that adds to the weights a term independent of the inputs (e.g. a position bias)."""
-    graph = evidence.run.graph
-    for op in attention.weights_path:
-        if op.base_name.rstrip("_") not in ("add", "sub") or len(op.inputs) < 2:
-            continue
-        if not all(graph.comes_from_inputs(tensor) for tensor in op.inputs):
-            return op
-    return None
-
-
 def _sums(weights: Tensor, over: tuple[int, ...]) -> Tensor:
     """Return the sums of rows that have keys, without what is NaN."""
     numbers = weights.double().nan_to_num(0.0)
@@ -269,7 +245,7 @@ def _is_triangle(op: Op) -> bool:
 
 
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults of softmaxes that form no attention: of another softmax, or of scores multiplied by a mask."""
+    """Yield faults of softmaxes that form no attention: of the weights of another softmax."""
     graph, recording = evidence.run.graph, evidence.run.recording
     of_attentions = _softmaxes_of_attentions(evidence)
     lines = set[str]()
@@ -280,14 +256,6 @@ def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
         if first is not None and first.does("softmax") and op.source not in lines:
             lines.add(op.source)
             yield _applied_twice(op, first)
-        multiplied = _multiplied_by_argument(evidence, op)
-        if multiplied is None or multiplied.source in lines:
-            continue
-        lines.add(multiplied.source)
-        factors = [evidence.content(tensor) for tensor in multiplied.inputs]
-        fault = weak_mask(multiplied, factors, evidence.content(op.output))
-        if fault is not None:
-            yield replace(fault.finding(multiplied), module=op.module)
 
 
 def _softmaxes_of_attentions(evidence: Evidence) -> set[int]:
@@ -308,19 +276,6 @@ def _applied_twice(op: Op, first: Op) -> Finding:
         module=op.module,
         fix="Remove one of them.",
     )
-
-
-def _multiplied_by_argument(evidence: Evidence, softmax: Op) -> Op | None:
-    """Return the multiplication just before a softmax if one factor is an argument without tokens; else None."""
-    graph, recording = evidence.run.graph, evidence.run.recording
-    op = recording.producer(graph.before_moves(softmax.inputs[0]))
-    if op is None or op.base_name.rstrip("_") != "mul":
-        return None
-    tokens: set[str] = set()
-    for source in evidence.sources:
-        tokens.update(source.names)
-    arguments = {named.tensor.id for named in recording.inputs if named.name not in tokens}
-    return op if any(graph.before_moves(factor).id in arguments for factor in op.inputs) else None
 
 
 def _passes(op: Op) -> bool:

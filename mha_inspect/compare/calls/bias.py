@@ -16,12 +16,12 @@ def bias(pair: CallPair) -> Why | None:
     if masked is None or scores is None:
         return None
     attended = pair.seen_in_both[:, None].expand_as(masked.whole).to(masked.whole.device)
-    if masked.where(attended).are_near:
+    seen_in_both = masked.where(attended)
+    if seen_in_both.are_near:
         return None
     ours, theirs = masked.whole - scores.whole, masked.call - scores.call
     apart = (theirs - ours).abs().masked_fill(~attended, 0.0)
-    near = tolerance(masked.where(attended).whole)
-    differs = (apart > near).any(3).any(1).any(0).nonzero().flatten().tolist()
+    differs = (apart > seen_in_both.near).any(3).any(1).any(0).nonzero().flatten().tolist()
     if not differs:
         return None  # the scores differ, and what is added to them does not
     query = differs[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...naming.pattern import CANONICAL_AXES
 from ..forms import FOR_ALL, form_of
-from ..pair import Difference, Where, Why, are_near, tolerance
+from ..pair import Difference, Where, Why, are_near
 from .pair import CallPair, InBoth, ranges
 
 _SAME_SCALE = 1e-3
@@ -51,7 +53,7 @@ def unlike_keys(pair: CallPair, keys: InBoth) -> list[int]:
     unlike = []
     for row in pair.filled[are_read].tolist():
         token = int(pair.tokens[row])
-        if not are_near(keys.whole[:, :, token], keys.call[:, :, row]):
+        if not are_near(keys.whole[:, :, token], keys.call[:, :, row], keys.near):
             unlike.append(token)
     return unlike
 
@@ -71,8 +73,7 @@ def tried(pair: CallPair, stage: str) -> str:
     if both is None:
         return ""
     for part in _parts_to_try(pair, both):
-        near = tolerance(part.whole)
-        difference = Difference(stage, CANONICAL_AXES[stage], part.whole, part.call, near, _WHERE)
+        difference = Difference(stage, CANONICAL_AXES[stage], part.whole, part.call, part.near, _WHERE)
         form = None if part.are_near else form_of(difference, FOR_ALL)
         if form is not None:
             return f" {form.sentence}"
@@ -90,11 +91,10 @@ def _parts_to_try(pair: CallPair, both: InBoth) -> list[InBoth]:
     if both.whole.shape[2] < stop:
         return []
     if positions == pair.length:
-        return [InBoth(both.whole[:, :, start:stop], both.call)]
+        return [replace(both, whole=both.whole[:, :, start:stop])]
     if positions != stop:
         return []
-    return [
-        InBoth(both.whole[:, :, :stop], both.call),
-        InBoth(both.whole[:, :, :start], both.call[:, :, :start]),
-        InBoth(both.whole[:, :, start:stop], both.call[:, :, start:]),
-    ]
+    every = replace(both, whole=both.whole[:, :, :stop])
+    cached = every.of_both(lambda tensor: tensor[:, :, :start])
+    new = every.of_both(lambda tensor: tensor[:, :, start:])
+    return [every, cached, new]

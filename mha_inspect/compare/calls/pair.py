@@ -8,15 +8,17 @@ A row of the call's keys is the token whose value it has: a cache may drop rows,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ...naming.visibility import sees
-from ...running.subject import Run
+from ...record.arguments import first_tensor
+from ...record.rounding import beside, rounding_error
+from ...running.subject import Run, Subject
 from ...text import shortened, spans
 from ..pair import Side, are_near, tolerance
 
@@ -35,6 +37,18 @@ class Continued:
     whole_leaves: Mapping[int, Tensor]
     """Values of inputs, parameters and buffers of the one call, by tensor id."""
     call_leaves: Mapping[int, Tensor]
+    subject: Subject
+    """What was run over all tokens."""
+
+    @cached_property
+    def exact(self) -> Run | None:
+        """The one call in another dtype, which shows its rounding error; None if it does not run in that."""
+        dtype, _ = beside(_dtype_of(self.whole))
+        try:
+            with torch.no_grad(), self.subject.apart() as fresh:
+                return fresh.copied(dtype).recorded(keep=True)
+        except Exception:  # user code may raise anything in another dtype
+            return None
 
     @cached_property
     def named_call(self) -> Run:
@@ -53,27 +67,34 @@ class InBoth:
 
     whole: Tensor
     call: Tensor
+    near: float = 0.0
+    """Numbers up to this far apart are the same."""
 
     @property
     def are_near(self) -> bool:
         """Whether both have the same shape and are equal but for rounding."""
-        return are_near(self.whole, self.call)
+        return are_near(self.whole, self.call, self.near)
+
+    def of_both(self, part: Callable[[Tensor], Tensor]) -> InBoth:
+        """Return a part of both."""
+        return replace(self, whole=part(self.whole), call=part(self.call))
 
     def where(self, marks: Tensor) -> InBoth:
         """Return both with zeros where a tensor is not True."""
         unmarked = ~marks.to(self.whole.device)
-        return InBoth(self.whole.masked_fill(unmarked, 0.0), self.call.masked_fill(unmarked, 0.0))
+        marked = self.of_both(lambda tensor: tensor.masked_fill(unmarked, 0.0))
+        # The numbers that a mask writes are larger than all others.
+        return replace(marked, near=min(self.near, tolerance(marked.whole)))
 
     def rows(self, expected: Tensor) -> Tensor:
         """Return for each row of `batch heads row feature` of the call its token: that with the same numbers.
 
         Of several such tokens, the `expected` token of the row is taken. Without one it is `NO_TOKEN`.
         """
-        near = tolerance(self.whole)
         tokens = torch.full((self.call.shape[2],), NO_TOKEN)
         for row in range(len(tokens)):
             apart = (self.whole - self.call[:, :, row : row + 1]).abs().nan_to_num(torch.inf)
-            fits = (apart.amax((0, 1, 3)) <= near).nonzero().flatten().tolist()
+            fits = (apart.amax((0, 1, 3)) <= self.near).nonzero().flatten().tolist()
             if int(expected[row]) in fits:
                 tokens[row] = expected[row]
             elif fits:
@@ -83,7 +104,7 @@ class InBoth:
     def first_unlike(self, axis: int) -> int:
         """Return the first position along an axis at which both differ."""
         for position in range(self.whole.shape[axis]):
-            if not are_near(self.whole.narrow(axis, position, 1), self.call.narrow(axis, position, 1)):
+            if not are_near(self.whole.select(axis, position), self.call.select(axis, position), self.near):
                 return position
         return 0
 
@@ -127,7 +148,19 @@ class CallPair:
     def both(self, stage: str) -> InBoth | None:
         """Return a stage of both runs, of any shapes; None if a run lacks it."""
         whole, call = self.whole.stage(stage), self.call.stage(stage)
-        return None if whole is None or call is None else InBoth(whole, call)
+        return None if whole is None or call is None else InBoth(whole, call, self._near(stage, whole))
+
+    def _near(self, stage: str, whole: Tensor) -> float:
+        """Return how far apart numbers of a stage may be and are still equal, by the measured rounding error."""
+        unmeasured = tolerance(whole)
+        exact = self.continued.exact
+        if exact is None or self.place >= len(exact.attentions):
+            return unmeasured
+        precise = Side(exact, *exact.attentions[self.place], {}).stage(stage)
+        if precise is None or precise.shape != whole.shape:
+            return unmeasured
+        _, unit = beside(whole.dtype)
+        return min(unmeasured, tolerance(whole, rounding_error(whole, precise) * unit))
 
     def alike(self, stage: str, positions: int) -> InBoth | None:
         """Return a stage of both runs; None if it is missing, or they differ in another axis than the positions."""
@@ -143,14 +176,14 @@ class CallPair:
             return None
         if both.whole.shape[axis] < self.stop or both.call.shape[axis] != self.length:
             return None
-        return InBoth(both.whole.narrow(axis, self.start, self.length), both.call)
+        return replace(both, whole=both.whole.narrow(axis, self.start, self.length))
 
     def of_rows(self, stage: str) -> InBoth | None:
         """Return scores, `batch heads query row`, of the call's tokens and of the rows that have one, in both runs."""
         both = self.queries(stage, 2)
         if both is None or both.whole.shape[:2] != both.call.shape[:2]:
             return None
-        return InBoth(both.whole[..., self.tokens[self.filled]], both.call[..., self.filled])
+        return replace(both, whole=both.whole[..., self.tokens[self.filled]], call=both.call[..., self.filled])
 
     @cached_property
     def values(self) -> InBoth | None:
@@ -214,6 +247,12 @@ class CallPair:
             if both is None or not both.are_near:
                 return False
         return True
+
+
+def _dtype_of(run: Run) -> torch.dtype:
+    """Return the dtype of what a run returns; float32 without a floating one."""
+    dtype = first_tensor(run.returned).dtype
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def _seen_in(side: Side) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ def _are_exchanged(pair: CallPair, keys: InBoth, values: InBoth) -> bool:
         return False
     expected = pair.expected_tokens(keys)
     is_cached = expected.lt(pair.start) & expected.ge(0)
-    has_key = InBoth(keys.whole, values.call).rows(expected) == expected
+    has_key = replace(keys, call=values.call).rows(expected) == expected
     has_value = pair.tokens == expected
     return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
 
@@ -153,5 +155,5 @@ def _has_values_of(pair: CallPair, returned: Tensor, new: list[int]) -> bool:
     if shape_without(2, returned) != shape_without(2, whole):
         return False
     any_token = torch.full((returned.shape[2],), NO_TOKEN)
-    tokens = InBoth(whole, returned.to(whole)).rows(any_token)
+    tokens = replace(pair.values, call=returned.to(whole)).rows(any_token)
     return set(new) <= set(tokens.tolist())

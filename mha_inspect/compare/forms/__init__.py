@@ -27,7 +27,9 @@ FORMS: tuple[Form, ...] = (*FOR_ALL, factors)
 
 def form_of(difference: Difference, forms: Sequence[Form] = FORMS) -> Why | None:
     """Return the first form that is all of a difference; None if none is."""
-    if not difference.left.numel() or not difference.is_clear:
+    if not difference.left.numel() or difference.left.is_complex() or difference.right.is_complex():
+        return None
+    if not difference.is_clear:
         return None
     for form in forms:
         why = form(difference)

@@ -21,6 +21,18 @@ MADE_OF = {
 """Stage to the stages that it is computed from; of alternatives, the nearest first."""
 
 
+def behind(stage: str) -> set[str]:
+    """Return all stages that one is computed from, without the inputs of the attention."""
+    found: set[str] = set()
+    queue = [*MADE_OF.get(stage, ())]
+    while queue:
+        name = queue.pop()
+        if name in MADE_OF and name not in found:
+            found.add(name)
+            queue += MADE_OF[name]
+    return found
+
+
 def equal_stages(pair: Pair, stage: str) -> list[str]:
     """Return the stages that one is computed from; the first stage that differs has equal ones before it."""
     both = pair.left.attention.stages.keys() & pair.right.attention.stages.keys()

@@ -40,7 +40,7 @@ def by_head(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
         is_written = all(
             _are_equal(of_left, theirs.read()) for (_, theirs), of_left in zip(pairs, numbers, strict=True)
         )
-        yield tuple(_orders(left, right, where)) if is_written else ()
+        yield _orders(left, right, where) if is_written else ()
     finally:
         write_by_name(right, before)
         right.forget()
@@ -51,23 +51,40 @@ def _are_equal(wanted: Numbers, after: Numbers) -> bool:
     return all(torch.equal(after[part], tensor.to(after[part].dtype)) for part, tensor in wanted.items())
 
 
-def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[Why]:
-    """Yield a reason for each parameter whose rows the sides read in another order; the left weights are in the right.
+def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
+    """Return how the sides read each matrix that they read differently; the left weights are in the right.
 
-    The parameters have the same names and shapes.
+    Empty if that is not known of one of them. The parameters have the same names and shapes.
     """
-    mentioned: set[str] = set()
-    for copy in _copies_of_one_name(left, right):
+    copies = {copy.name: copy for copy in _copies_of_one_name(left, right)}
+    if not _matrices_that_differ(left, right) <= copies.keys():
+        return ()
+    whys: dict[str, Why] = {}
+    for copy in copies.values():
+        if copy.order.transposed:
+            sentence = f"{copy.name} is read as it is on one side, and transposed on the other."
+            whys.setdefault(copy.name, Why("transposed", sentence))
         if not copy.order.names:
+            if not copy.order.transposed:
+                return ()
             continue
         named = copy.order.names[0]
-        if named.pattern in mentioned:
-            continue
-        mentioned.add(named.pattern)
         sentence = _read_in_another_order(copy, named, where) + _example(copy, where)
-        attribute = copy.name.rpartition(".")[2]
-        line = named.line(attribute, copy.order.axis, 2)
-        yield Why("order", f"{sentence}.", line)
+        line = named.line(copy.name.rpartition(".")[2], copy.order.axis, 2)
+        whys.setdefault(named.pattern, Why("order", f"{sentence}.", line))
+    # Which side reads a weight the other way is seen at its stage.
+    has_order = any(why.kind == "order" for why in whys.values())
+    return tuple(whys.values()) if has_order else ()
+
+
+def _matrices_that_differ(left: ComparableRun, right: ComparableRun) -> set[str]:
+    """Return the matrices of one name that have other numbers."""
+    theirs = weights_by_name(right)
+    differing = set()
+    for name, ours in weights_by_name(left).items():
+        if ours.dim() == 2 and name in theirs and not torch.equal(ours, theirs[name].to(ours)):
+            differing.add(name)
+    return differing
 
 
 def _read_in_another_order(copy: _Copy, named: NamedOrder, where: Where) -> str:
