@@ -61,7 +61,9 @@ def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(
     assert lines[0].startswith("1 problem: The heads of the query, key and value are split without transpose")
     monkeypatch.setenv("LINES", "10")
     line = 1 + FILE[: FILE.index("x.view(")].count("\n")
-    assert screen(*command)[-1].endswith(f"(mine.py:{line})")
+    *_, verdict, fix = screen(*command)
+    assert verdict.endswith(f"(mine.py:{line})")
+    assert fix.split()[:2] == ["fix", "Use"]
     skipped = [line for line in screen(*command) if line.startswith("skipped")]
     assert len(skipped) == 1
     monkeypatch.delenv("FORCE_COLOR")

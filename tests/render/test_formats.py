@@ -136,5 +136,7 @@ def test_the_verdict_is_the_first_line_in_every_format_and_the_last_of_a_page_lo
     assert after
     assert report(name).to_dict()["verdict"] == verdict
     short = to_text(report(name), "table", width=100, height=3).split()
-    assert short[-len(verdict.split()) :] == verdict.split()
+    fixes = [finding.fix for finding in getattr(report(name), "findings", ()) if finding.fix]
+    closing = verdict.split() + (["fix", *fixes[0].split()] if fixes else [])
+    assert short[-len(closing) :] == closing
     assert " ".join(short).count(" ".join(verdict.split())) > " ".join(whole.split()).count(verdict) - 1
