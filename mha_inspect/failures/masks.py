@@ -100,7 +100,8 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     first = scores[0]
     if shape[-2:] == (key, query) and key != query:
         what = f"{mask.is_shape}, with key {key} before query {query}, and the scores are {text.shape(scores)}."
-        yield masking.edit("mask_transposed", what, SWAP, cost=2)
+        is_of_batch = shape == (key, first) and len(scores) == 4
+        yield masking.edit("mask_transposed", what, SWAP, cost=2, note="if it is `key query`" if is_of_batch else "")
     if facts.attention is not None:
         yield from _for_layer(facts, masking, facts.attention.num_heads)
         return
@@ -116,7 +117,8 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
     if len(scores) == 4 and shape == (key, first):
         steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
-        yield masking.edit("mask_rank", what, *steps, cost=2)
+        cause = "mask_transposed" if first == query else "mask_rank"
+        yield masking.edit(cause, what, *steps, cost=2, note="if it is `key batch`" if first == query else "")
 
 
 def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:
