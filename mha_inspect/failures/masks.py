@@ -273,7 +273,19 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
         for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
             what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
             yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
+    yield from _swapped_beside(fewer, more)
     yield from _cut_to_other(facts, fewer, more)
+
+
+def _swapped_beside(left: Operand, right: Operand) -> Iterator[Edit]:
+    """Yield `sequence batch embed` turned, beside an operand that has the batch first."""
+    if len(left.shape) != 3 or right.shape != (left.shape[1], left.shape[0], left.shape[2]):
+        return
+    for behind, first in ((left, right), (right, left)):
+        if first.dims[0] == ["batch"] and behind.dims[1] == ["batch"]:
+            what = f"{behind.text}; {first.text}: the batch comes second in one and first in the other."
+            change = Change(behind, (("transpose", 0, 1),))
+            yield Edit("batch_and_sequence_swapped", what, (change,), shape=first.shape)
 
 
 def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]:
