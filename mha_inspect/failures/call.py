@@ -319,12 +319,22 @@ def _sources_of_operands(entry: _Entry) -> tuple[str, ...]:
         if isinstance(node, ast.BinOp):
             return _source_of(node.left), _source_of(node.right)
         if isinstance(node, ast.Call) and not node.keywords:
-            operands = [*node.args]
+            operands = [*_tensors_among(node.args)]
             is_method = isinstance(node.func, ast.Attribute) and not _is_of_torch(node.func.value)
             if isinstance(node.func, ast.Attribute) and is_method:
                 operands.insert(0, node.func.value)
             return tuple(map(_source_of, operands))
     return ()
+
+
+def _tensors_among(arguments: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    """Yield the arguments that may be tensors: no numbers as written, and what is in a list, as for `torch.cat`."""
+    for argument in arguments:
+        number = argument.operand if isinstance(argument, ast.UnaryOp) else argument
+        if isinstance(argument, (ast.List, ast.Tuple)):
+            yield from _tensors_among(argument.elts)
+        elif not isinstance(number, ast.Constant):
+            yield argument
 
 
 def _is_of_torch(node: ast.expr) -> bool:

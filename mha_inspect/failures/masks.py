@@ -100,7 +100,8 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     first = scores[0]
     if shape[-2:] == (key, query) and key != query:
         what = f"{mask.is_shape}, with key {key} before query {query}, and the scores are {text.shape(scores)}."
-        yield masking.edit("mask_transposed", what, SWAP, cost=2)
+        is_of_batch = shape == (key, first) and len(scores) == 4
+        yield masking.edit("mask_transposed", what, SWAP, cost=2, note="if it is `key query`" if is_of_batch else "")
     if facts.attention is not None:
         yield from _for_layer(facts, masking, facts.attention.num_heads)
         return
@@ -116,7 +117,8 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
     if len(scores) == 4 and shape == (key, first):
         steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
-        yield masking.edit("mask_rank", what, *steps, cost=2)
+        cause = "mask_transposed" if first == query else "mask_rank"
+        yield masking.edit(cause, what, *steps, cost=2, note="if it is `key batch`" if first == query else "")
 
 
 def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:
@@ -271,7 +273,19 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
         for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
             what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
             yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
+    yield from _swapped_beside(fewer, more)
     yield from _cut_to_other(facts, fewer, more)
+
+
+def _swapped_beside(left: Operand, right: Operand) -> Iterator[Edit]:
+    """Yield `sequence batch embed` turned, beside an operand that has the batch first."""
+    if len(left.shape) != 3 or right.shape != (left.shape[1], left.shape[0], left.shape[2]):
+        return
+    for behind, first in ((left, right), (right, left)):
+        if first.dims[0] == ["batch"] and behind.dims[1] == ["batch"]:
+            what = f"{behind.text}; {first.text}: the batch comes second in one and first in the other."
+            change = Change(behind, (("transpose", 0, 1),))
+            yield Edit("batch_and_sequence_swapped", what, (change,), shape=first.shape)
 
 
 def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]:

@@ -122,12 +122,23 @@ def edits_of_joins(facts: Facts) -> Iterator[Edit]:
         yield Edit("wrong_rank", what, way="use torch.matmul", function=torch.matmul)
     if facts.base not in ("cat", "concat", "concatenate") or len(facts.operands) < 2:
         return
+    yield from _shared_before_join(facts)
     given = facts.call.kwargs.get("dim", facts.call.args[1] if len(facts.call.args) > 1 else 0)
     rank = len(facts.operands[0].shape)
     for dim in range(rank):
         if dim != given % max(rank, 1):
             what = f"{'; '.join(operand.text for operand in facts.operands)}: they differ in dimension {dim} alone."
             yield Edit("joined_along_another", what, way=f"use dim={dim}", args=(facts.call.args[0], dim))
+
+
+def _shared_before_join(facts: Facts) -> Iterator[Edit]:
+    """Yield an item for all of a batch, as a class token is, shared by them."""
+    batch = max(operand.shape[0] if operand.shape else 0 for operand in facts.operands)
+    for operand in facts.operands:
+        if operand.shape[:1] == (1,) and batch > 1:
+            change = Change(operand, (("expand", batch, *[-1] * (len(operand.shape) - 1)),))
+            what = f"{operand.is_shape}, and the other tensors have {batch} items in dimension 0."
+            yield Edit("batch_differs", what, (change,), f"use {change.code} to share its one item", cost=0)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -748,6 +748,24 @@ def _(x: Tensor, memory: Tensor, q: nn.Module, k: nn.Module, v: nn.Module) -> Te
     return k(memory).view(len(x), x.shape[1], 3, 8)
 
 
+@body("a token for one item of the batch", "batch_differs", X, fix=("expand(2, -1, -1)",))
+def _(x: Tensor) -> Tensor:
+    token = torch.zeros(1, 1, 24)
+    return torch.cat([token, x], dim=1)
+
+
+@body(
+    "a residual with the sequence first",
+    "batch_and_sequence_swapped",
+    X,
+    parts={"attn": lambda: nn.MultiheadAttention(24, 3, batch_first=True)},
+    fix=("transpose(0, 1)",),
+)
+def _(x: Tensor, attn: nn.Module) -> Tensor:
+    y = attn(x, x, x)[0].transpose(0, 1)
+    return x + y
+
+
 class OfPairs(nn.Module):
     """Adds a table of pairs of positions, or a mask, that is made for five tokens."""
 
