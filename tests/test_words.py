@@ -91,7 +91,7 @@ def test_what_a_user_reads_is_in_the_words_of_the_field() -> None:
 
 def test_a_fix_begins_with_a_verb() -> None:
     words = [(name_of(path), word) for path in files() for word in first_words_of_fixes(path)]
-    assert len(words) > 30
+    assert len(words) > 20
     assert [(name, word) for name, word in words if not FIRST_OF_A_FIX.match(word)] == []
 
 

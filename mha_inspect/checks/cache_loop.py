@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..compare.continuation import Continued
+from ..compare.calls.pair import Continued
 from ..record.arguments import tensors_in
 from .arguments import second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
@@ -112,7 +112,15 @@ class Loop:
             changes = self._changes(start, stop, positions, past)
             if position < stop:
                 run, subject = evidence.recorded(changes, go_on=start > 0)
-                return Continued(evidence.run, run, start, stop, evidence.leaves, subject.leaves(run.recording))
+                return Continued(
+                    whole=evidence.run,
+                    call=run,
+                    start=start,
+                    stop=stop,
+                    whole_leaves=evidence.leaves,
+                    call_leaves=subject.leaves(run.recording),
+                    subject=evidence.subject,
+                )
             past = self._past(evidence.returned(changes, go_on=start > 0))
         raise NotPossibleError("no call has this position")
 

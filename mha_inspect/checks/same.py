@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..compare.comparable_run import Comparison
-from ..compare.diff import Side, diff
-from ..compare.diff_reasons import reasons
+from ..compare.comparable_run import ComparableRun, Comparison
+from ..compare.pair import Where, Why
 from ..compare.replay import first_key
 from ..compare.shared_weights import copy_all
-from ..compare.side_words import Where
+from ..compare.why import first_difference, why
 from ..errors import MhaInspectError
 from ..record.arguments import with_copies
 from ..record.ops import Op
 from ..reports.check import Finding
-from ..reports.diff import DiffReason
 from ..running.subject import Subject
 from ..text import first_line
 from .cache_loop import continues
@@ -138,24 +136,23 @@ class _FirstStage:
     """`weights of attention 1`."""
     line: str
     module: str
-    why: tuple[DiffReason, ...]
+    why: tuple[Why, ...]
 
 
 def _first_stage(evidence: Evidence, compared: Subject, where: Where) -> _FirstStage | None:
     """Return the first stage in which another subject differs from the checked one, and why; None if none does."""
-    left, right = Side("left", evidence.subject), Side("right", compared)
+    left, right = ComparableRun(evidence.subject), ComparableRun(compared)
     if len(left.attentions) != len(right.attentions):
         return None
-    row = next((row for row in diff(left, right, same_weights=False).stages if row.verdict == "differs"), None)
+    row = first_difference(list(Comparison(left, right).rows()))
     if row is None:
         return None
-    place = (row.attention or 1) - 1
-    attention, _ = evidence.run.attentions[place]
+    attention, _ = evidence.run.attentions[row.place]
     return _FirstStage(
-        name=f"{row.name} of attention {place + 1}",
+        name=f"{row.name} of attention {row.place + 1}",
         line=evidence.line_of(attention.stages[row.name]),
         module=attention.module,
-        why=reasons(left, right, row.name, where, place=place),
+        why=why(left, right, where),
     )
 
 
@@ -234,7 +231,7 @@ def _unlike_shapes(module: nn.Module, trusted: nn.Module) -> str:
     return ""
 
 
-def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
+def _of_other_outputs(left: ComparableRun, right: ComparableRun) -> Iterator[Finding]:
     """Yield the first of the other returned tensors that differs from that of the reference."""
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         for difference in Comparison(left, right).further():
@@ -256,7 +253,7 @@ def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
         )
         yield Finding("reference", sentence, "Both modules ran on the same arguments.")
         return
-    left, right = Side("left", evidence.subject), Side("right", compared)
+    left, right = ComparableRun(evidence.subject), ComparableRun(compared)
     try:
         reason = copy_all(left, right)
     except MhaInspectError as error:

@@ -21,7 +21,7 @@ from ..measure.ranks import require_alone
 from ..measure.run_report import drops_at_random, environment_of
 from ..measure.weights import Weights, weights_of
 from ..naming.axes import AxisNames
-from ..naming.canonical import content_of, returned_content
+from ..naming.canonical import returned_content
 from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.visibility import Rows, filled_slots, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
@@ -30,10 +30,9 @@ from ..reports.common import Difference, MeasuredAgainst, Verdict
 from ..reports.diff import OutputDifference
 from ..running.subject import Run, Subject
 from ..text import first_line
+from .pair import Side, without_rows
 
 T = TypeVar("T")
-_OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
-
 _BY_KEY_HEAD = ("k_proj", "v_proj", "k_heads", "v_heads")
 """Stages with features of each key/value head, which several query heads may share."""
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
@@ -95,7 +94,7 @@ class ComparableRun:
     def forget(self) -> None:
         """Drop the run and its tensors, because the weights changed or the run is no longer needed."""
         self._contents.clear()
-        for name in ("run", "output", "_rounding", "_named"):
+        for name in ("run", "output", "_rounding", "_named", "_leaves"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -123,10 +122,18 @@ class ComparableRun:
         if not self.has_stage(place, stage):
             return None
         if (place, stage) not in self._contents:
-            attention, names = self.attentions[place]
-            content = content_of(self.run, attention, names, stage)
-            self._contents[place, stage] = without_scale(content, attention, stage)
+            self._contents[place, stage] = self.side(place).stage(stage)
         return self._contents[place, stage]
+
+    def side(self, place: int) -> Side:
+        """Return an attention of the run as one side of a pair."""
+        attention, names = self.attentions[place]
+        return Side(self.run, attention, names, self._leaves)
+
+    @cached_property
+    def _leaves(self) -> dict[int, Tensor]:
+        """Values of inputs, parameters and buffers, by tensor id."""
+        return self.subject.leaves(self.run.recording)
 
     def has_stage(self, place: int, stage: str) -> bool:
         """Return whether there is an attention at this place, with this stage."""
@@ -137,14 +144,7 @@ class ComparableRun:
 
     def as_made(self, place: int, stage: str) -> Tensor | None:
         """Return a stage of an attention in its own axes, without its scale; None if it is absent or made in turns."""
-        if not self.has_stage(place, stage):
-            return None
-        attention, _ = self.attentions[place]
-        if attention.branches:
-            return None
-        tensor = attention.stages[stage]
-        content = self.run.recording.values.get(tensor.id)
-        return without_scale(content, attention, stage)
+        return self.side(place).as_made(stage) if self.has_stage(place, stage) else None
 
     def axes(self, place: int, stage: str) -> str:
         """Return the axes of a stage as they are: `(batch windows) heads query key`; empty if it is absent."""
@@ -267,8 +267,8 @@ class ComparableRun:
         fine = exact.content(place, stage)
         if coarse is None or fine is None:
             return 0.0
-        coarse = _without(stage, coarse, rows)
-        fine = _without(stage, fine, rows)
+        coarse = without_rows(stage, coarse, rows)
+        fine = without_rows(stage, fine, rows)
         return stage_noise(stage, coarse, fine, like) * self._rounding.unit
 
     def further_floor(self, name: str) -> float:
@@ -284,7 +284,7 @@ class ComparableRun:
         coarse = self._rounding.measured.output
         fine = self._rounding.exact.output
         if rows and self._begins_by_query(coarse):
-            coarse, fine = _without("output", coarse, rows), _without("output", fine, rows)
+            coarse, fine = without_rows("output", coarse, rows), without_rows("output", fine, rows)
         return rounding_error(coarse, fine) * self._rounding.unit
 
     def _begins_by_query(self, output: Tensor) -> bool:
@@ -305,14 +305,6 @@ class _Rounding:
     """The run in float64."""
     unit: float
     """The factor of the measured error."""
-
-
-def without_scale(content: Tensor | None, attention: Attention, stage: str) -> Tensor | None:
-    """Return a stage without the scale that it already has before the scores, e.g. queries divided by √head_dim."""
-    scale = attention.early_scales.get(stage)
-    if content is None or not scale or scale == 1:
-        return content
-    return content / scale
 
 
 def _steps(run: Run) -> list[tuple[str, list[int]]]:
@@ -346,20 +338,6 @@ def measured_in(
         raise InputError(f"{label} cannot be {done}: {reason}") from None
 
 
-def _without(stage: str, content: Tensor, rows: Rows) -> Tensor:
-    """Return the stage, in canonical axes, with zeros for these queries."""
-    if stage in _OF_KEYS or not rows:
-        return content
-    cleared = content.clone()
-    by_query = cleared
-    if "heads" in CANONICAL_AXES[stage].split():
-        by_query = cleared.transpose(1, 2)
-    for batch, query in rows:
-        if batch < by_query.shape[0] and query < by_query.shape[1]:
-            by_query[batch, query] = 0
-    return cleared
-
-
 # -- two runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +353,9 @@ class ComparedStage:
     right: Tensor | None
     difference: StageDifference | None
     """The difference; None if a side is missing, or without a measurement."""
+    left_places: range
+    """The places of the attentions on the left that make it: several if each head is an attention of its own."""
+    right_places: range
 
 
 @dataclass(frozen=True, eq=False)
@@ -427,7 +408,8 @@ class Comparison:
         """Return a stage on both sides, without a difference."""
         left = self.left.content(place, stage)
         right = self.right.content(place, stage)
-        return ComparedStage(place, stage, left, right, None)
+        alone = range(place, place + 1)
+        return ComparedStage(place, stage, left, right, None, alone, alone)
 
     def _compared(self, place: int, stage: str) -> ComparedStage:
         """Return a stage on both sides, with the difference if it can be measured."""
@@ -478,7 +460,9 @@ class Comparison:
             return max(run.floor(place, stage, left, (), as_made=True) for run in self._measured)
 
         difference = compare_stage(stage, left, right, floor)
-        return ComparedStage(place, stage, left, right, replace(difference, compared=axes))
+        return replace(
+            self._beside(place, stage), left=left, right=right, difference=replace(difference, compared=axes)
+        )
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from math import isinf
@@ -30,11 +30,11 @@ from ..reports.diff import DiffReason, DiffReport, DiffSide, NoiseSource, SideNa
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
-from .diff_reasons import reasons
-from .norm_reasons import of_norms
-from .row_orders import reordered_copies
+from .heads_apart import heads_apart
+from .pair import Where, Why
+from .reasons.rows import reordered_copies
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
-from .side_words import Where
+from .why import first_difference, why, why_norms
 
 _LACKING = {
     "masked_scores": "mask",
@@ -45,6 +45,7 @@ _LACKING = {
 
 _PACKED = {"qkv", "qk", "kv", "packed"}
 """Names of an axis that is several projections."""
+_INPUTS = ("query", "key", "value")
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads makes once, instead of in each turn."""
 
@@ -85,13 +86,14 @@ class Side(ComparableRun):
         named = "" if self.subject.layer else f"{_first(self.label)}: "
         return tuple(f"{named}{note}" for note in self.subject.notes)
 
-    def stage(self, place: int, stage: str) -> StageSide | None:
-        """Return this side's stage; None if it has none."""
+    def stage(self, places: range, stage: str) -> StageSide | None:
+        """Return this side's stage, of one attention or of several alike; None if it has none."""
+        place = places[0]
         if not self.has_stage(place, stage):
             return None
         attention, names = self.attentions[place]
         tensor = attention.stages[stage]
-        count = 1
+        count = 1 if stage in _INPUTS else len(places)
         if attention.branches and stage not in _OF_ALL_HEADS:
             count = len(attention.branches)
         return StageSide(
@@ -157,9 +159,10 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     given = shared.given
     sides = (left, right)
     comparison = Comparison(left, right)
-    numbered = len(comparison.masked) > 1
+    compared = _stages(comparison, measured=bool(given))
+    numbered = any(stage.place for stage in compared)
     stages: list[StageRow] = []
-    for stage in comparison.rows(measured=bool(given)):
+    for stage in compared:
         attention = stage.place + 1 if numbered else None
         stages.append(_row(sides, stage, attention))
     masked = tuple(sorted(set(chain.from_iterable(comparison.masked))))
@@ -167,7 +170,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     further = comparison.further() if given else ()
     outcome = _outcome(output, further)
     # Where the outputs are the same, a stage differs in form alone.
-    first = None if outcome == "same" else _first_differing(stages)
+    first = None if outcome == "same" else first_difference(compared)
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -182,38 +185,38 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    why = _reasons(sides, report)
+    reasons = _reasons(sides, report)
     answer = [_first_sentence(report, given)]
-    answer += [reason.sentence for reason in why]
-    answer += [f"To convert the weights of the left: {reason.line}" for reason in why if reason.line]
+    answer += [reason.sentence for reason in reasons]
+    answer += [f"To convert the weights of the left: {reason.line}" for reason in reasons if reason.line]
     if report.outcome != "differs":
         answer += reordered_copies(left, right)
     answer += _further_sentences(report, given)
     answer += _of_buffers(report.buffers)
     answer += _masked(sides, comparison.masked)
-    return replace(report, answer=tuple(answer), reasons=why)
+    return replace(report, answer=tuple(answer), reasons=reasons)
 
 
-def _first_differing(stages: Sequence[StageRow]) -> StageRow | None:
-    """Return the first stage that differs; None if none does."""
-    for row in stages:
-        if row.verdict == "differs":
-            return row
-    return None
+def _stages(comparison: Comparison, *, measured: bool) -> list[ComparedStage]:
+    """Return the stages of both sides, those of heads that are attentions of their own beside the whole ones."""
+    apart = None
+    if measured and not comparison.are_paired:
+        apart = heads_apart(comparison.left, comparison.right)
+    return list(comparison.rows(measured=measured) if apart is None else apart.rows())
 
 
 def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, ...]:
     """Return why the sides differ; where their weights differ too, only what a norm shows."""
     if report.outcome != "differs":
         return ()
-    left, right = sides
     if not report.weights.whole:
-        return tuple(of_norms(left, right, report.first_differing_stage, Where()))
-    place = 0
-    first = _first_differing(report.stages)
-    if first is not None and first.attention is not None:
-        place = first.attention - 1
-    return reasons(left, right, report.first_differing_stage, place=place)
+        return as_reasons(why_norms(*sides, report.first_differing_stage, Where()))
+    return as_reasons(why(*sides, Where()))
+
+
+def as_reasons(whys: Iterable[Why]) -> tuple[DiffReason, ...]:
+    """Return reasons as a report has them."""
+    return tuple(DiffReason(why.kind, why.sentence, why.line) for why in whys if why.kind != "call")
 
 
 def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> Verdict:
@@ -234,8 +237,8 @@ def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) 
     return StageRow(
         **_numbers(difference),
         name=stage.name,
-        left=sides[0].stage(stage.place, stage.name),
-        right=sides[1].stage(stage.place, stage.name),
+        left=sides[0].stage(stage.left_places, stage.name),
+        right=sides[1].stage(stage.right_places, stage.name),
         compared=compared,
         note=note,
         attention=attention,
@@ -253,7 +256,7 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     place = stage.place
     if stage.left is not None and stage.right is not None:
         return ""  # the answer says why the numbers of the two sides are not comparable
-    if not Comparison(*sides).are_paired:
+    if not Comparison(*sides).are_paired and len(stage.left_places) == len(stage.right_places):
         return ""  # a note says so once
     for side in sides:
         if place >= len(side.attentions):
@@ -265,6 +268,9 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
         words = re.findall(r"\w+", side.axes(place, name))
         if not _PACKED.isdisjoint(words):
             return f"{side.label} packs this projection with others, and splits them together with the heads"
+    for side, places in zip(sides, (stage.left_places, stage.right_places), strict=True):
+        if name == "output" and len(places) > 1:
+            return f"each attention of {side.label} has an output of its own"
     for side in sides:
         if not side.has_stage(place, name):
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
@@ -292,8 +298,11 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     count = len(left.attentions)
     right_count = len(right.attentions)
     if count and right_count and count != right_count:
+        apart = heads_apart(left, right)
         if Comparison(left, right).are_paired:
             how = f"the first {min(count, right_count)} are paired, in the order of computation."
+        elif apart is not None:
+            how = apart.sentence
         else:
             how = "their numbers of heads differ too, so their stages are not compared."
         yield f"{_first(left.label)} has {plural(count, 'attention')} and {right.label} has {right_count}: {how}"
@@ -347,7 +356,10 @@ def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
         return
     is_compared = any(row.verdict for row in report.stages)
     if report.outcome == "differs" and report.first_differing_stage is None and is_compared:
-        yield f"Every stage that both have is the same; {_after_the_stages(report)}."
+        alike = "is the same"
+        if any(row.verdict == "differs" for row in report.stages):
+            alike = "is the same, or differs in form alone"
+        yield f"Every stage that both have {alike}; {_after_the_stages(report)}."
     if report.left.layer.name == report.right.layer.name and report.outcome != "differs":
         yield from _accuracy(report)
 
@@ -355,8 +367,11 @@ def _further_sentences(report: DiffReport, given: str) -> Iterator[str]:
 def _after_the_stages(report: DiffReport) -> str:
     """Return where the difference is if no stage differs: why the output was not compared, or after it."""
     for row in report.stages:
-        if row.name == "output" and row.verdict is None:
-            return row.note
+        if row.name != "output" or row.verdict is not None:
+            continue
+        if row.left is not None and row.right is not None and row.left.count != row.right.count:
+            return "the difference is in the output projection or after it"
+        return row.note
     return "the difference is after or around the attention"
 
 

@@ -77,11 +77,11 @@ def content_of(evidence: Recorded, tensor: TensorRef) -> Tensor:
 def again(evidence: Recorded, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     with torch.no_grad():
-        value = _laid_out_as(source, value)
+        value = laid_out_as(source, value)
         return replayed(evidence, {source.id: value}, target)[target.id]
 
 
-def _laid_out_as(recorded: TensorRef, value: Tensor) -> Tensor:
+def laid_out_as(recorded: TensorRef, value: Tensor) -> Tensor:
     """Return a value with the strides of a recorded tensor: views go by the recorded layout."""
     if value.stride() == recorded.stride:
         return value

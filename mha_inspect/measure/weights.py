@@ -18,6 +18,7 @@ from ..naming.parameters import projections
 from ..naming.projection import Projection
 from ..record.rounding import same_bits
 from ..running.subject import Run
+from ..text import plural
 
 PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v", "W_g", "b_g")
 """Parts in the order of their random draws."""
@@ -104,7 +105,8 @@ def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     for (_, names), parts in zip(run.attentions, projections(run), strict=True):
         whole: dict[str, Projection] = {}
         missing = []
-        for projection in parts:
+        # Matrices come first: what is said of them is true of their biases.
+        for projection in sorted(parts, key=lambda projection: projection.part[0]):
             if projection.is_whole:
                 whole[projection.part] = projection
             else:
@@ -125,7 +127,21 @@ def _unreadable(projection: Projection) -> str:
     parameters = ", ".join(projection.parameters[:2])
     if len(projection.parameters) > 2:
         parameters += " and others"
+    order = _order_of_shared(projection)
+    if order:
+        heads = f"The {len(order)} heads read {plural(len(set(order)), 'head')} of {projection.part} ({parameters})"
+        return f"{heads} in the order {' '.join(map(str, order))}, so its rows belong to no head alone."
     return f"Could not match {projection.part} ({parameters}) to heads: the forward does more than view or copy it."
+
+
+def _order_of_shared(projection: Projection) -> list[int]:
+    """Return which rows each head reads, of those that all read: `[0, 1, 0, 1]`; empty if each has rows of its own."""
+    if len(projection.parts) != 1:
+        return []
+    (part,) = projection.parts
+    rows = [part.heads[head].tobytes() for head in sorted(part.heads)]
+    distinct = list(dict.fromkeys(rows))
+    return [distinct.index(each) for each in rows] if len(distinct) < len(rows) else []
 
 
 def as_matrix(part: str, numbers: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..call.call import explaining
 from ..compare.comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
 from ..compare.head_sentences import Change, CopiedWeights, StageWalk, answer, reason
-from ..compare.mask_reasons import visible_pairs
+from ..compare.pair import Where
+from ..compare.reasons.mask import visible_pairs
 from ..compare.shared_weights import weights_by_name, write_by_name
-from ..compare.side_words import Where
+from ..compare.why import pair_of
 from ..errors import SpecError
 from ..graph.rerun import between
 from ..measure.run_report import environment_of, fate_of, layer_of, masked_sentence
@@ -211,7 +212,7 @@ def _unlike_masks(baseline: HeadRun, run: HeadRun) -> str:
     for place in range(min(len(baseline.attentions), len(run.attentions))):
         if _masks_by_scores(baseline, place) or _masks_by_scores(run, place):
             continue  # e.g. the best keys of each head: that is an effect of the split
-        sentence = visible_pairs(baseline, run, place, called)
+        sentence = visible_pairs(pair_of(baseline, run, place, called))
         if sentence:
             return f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
     return ""

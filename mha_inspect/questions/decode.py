@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..checks.arguments import CACHES, Arguments, Source, masks_by_item, second_output, sources_of
 from ..checks.intent import Intent
+from ..compare.calls import reason_of
+from ..compare.calls.pair import Continued
 from ..compare.comparable_run import measured_in
-from ..compare.continuation import Continued, Reason, reason_of
+from ..compare.pair import Why
 from ..errors import ForwardError, InputError
 from ..layers.spec import Show
 from ..measure.ranks import require_alone
@@ -184,7 +186,7 @@ class _Loop:
             reason = self._reason(source, calls.cache, stop)
         return proof if reason is None else replace(proof, reason=reason.sentence, fix=reason.fix)
 
-    def _reason(self, source: Source, cache: str | None, last: int) -> Reason | None:
+    def _reason(self, source: Source, cache: str | None, last: int) -> Why | None:
         """Return what the call up to a place has unlike one forward, from a repetition of the calls; None if unknown.
 
         Raises `ForwardError` if a call raises now.
@@ -203,7 +205,17 @@ class _Loop:
                 called = pieces.with_changes(changes)
                 run = _recorded(called, keep=stop == last)[1]
                 if stop == last:
-                    return reason_of(Continued(whole, run, start, stop, leaves, called.leaves(run.recording)))
+                    return reason_of(
+                        Continued(
+                            whole=whole,
+                            call=run,
+                            start=start,
+                            stop=stop,
+                            whole_leaves=leaves,
+                            call_leaves=called.leaves(run.recording),
+                            subject=self.subject,
+                        )
+                    )
                 past = second_output(run.returned)
         return None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..compare.rank_differences import RunOfRanks, first_difference
+from ..compare.ranks import RunOfRanks, first_difference
 from ..errors import ForwardError, InputError
 from ..layers.spec import Show
 from ..measure.ranks import Shard, rank_of, shards_of, with_copies, with_whole_shapes

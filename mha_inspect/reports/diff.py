@@ -11,6 +11,22 @@ from .params import StoredName
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
+ReasonKind = Literal[
+    "order",
+    "rotation",
+    "shared heads",
+    "scale",
+    "mask",
+    "norm",
+    "padding",
+    "number",
+    "position",
+    "dtype",
+    "term",
+    "factor",
+    "transposed",
+    "low rank",
+]
 TensorVerdict = Literal["same bits", "same within rounding", "same, permuted", "differs", "other shape"]
 
 
@@ -109,9 +125,7 @@ class OutputDifference(Difference):
 class DiffReason:
     """Why both sides differ, as it was tried or measured."""
 
-    kind: Literal[
-        "order", "rotation", "shared heads", "scale", "mask", "norm", "padding", "number", "position", "dtype"
-    ]
+    kind: ReasonKind
     """The kind of the difference."""
     sentence: str
     """The reason, with the numbers of both sides."""

@@ -291,6 +291,69 @@ def _capped(cap: float) -> Any:
     return lambda m, q, k: cap * torch.tanh(3 * q @ k.mT / cap)
 
 
+class Adapted(Attention):
+    """An adapter of rank 2 beside the packed matrix, or its input in another order, or without its bias."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(3 * WIDTH, 2))
+
+    def forward(self, x: Tensor, **given: Tensor) -> Any:
+        projected = self.qkv(x)
+        if self.way == "adapter":
+            projected = projected + x @ self.down.T @ self.up.T
+        if self.way == "features":
+            projected = self.qkv(x.flip(-1))
+        if self.way == "no bias":
+            projected = F.linear(x, self.qkv.weight)
+        q, k, v = self.split(projected)
+        return self.out((self.mask(self.scores(q, k)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Transposed(Shared):
+    """Values as `x @ weight` of a square nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides = (self.q(x), self.k(x), x @ self.v.weight + self.v.bias)
+        q, k, v = (side.unflatten(-1, (-1, D)).transpose(1, 2) for side in sides)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _by_scores_of_head(m: Any, q: Tensor, k: Tensor) -> Tensor:
+    return Attention.scores(m, q, k) * torch.arange(1, H + 1).view(-1, 1, 1)
+
+
+class WithSink(Attention):
+    """A softmax with one more exponential in its sum."""
+
+    def forward(self, x: Tensor, **given: Tensor) -> Any:
+        q, k, v = self.split(self.qkv(x))
+        exponentials = self.mask(self.scores(q, k)).exp()
+        weights = exponentials / (1 + exponentials.sum(-1, keepdim=True))
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Windows(Attention):
+    """Attention in windows of 3 tokens, with a mask of each window."""
+
+    def __init__(self, masked: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.masked, self.factor = masked, factor
+
+    def forward(self, x: Tensor, **given: Tensor) -> Any:
+        windows = x.view(x.shape[0] * (N // 3), 3, WIDTH)
+        q, k, v = self.split(self.qkv(windows))
+        scores = self.scores(q, k).view(x.shape[0], N // 3, H, 3, 3) * self.factor
+        mask = torch.zeros(N // 3, 1, 3, 3)
+        mask[self.masked, :, 0, 2] = -100.0
+        weights = (scores + mask).view(-1, H, 3, 3).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
 RIGHT = with_()
 PAIRS = [
     Pair("Same", RIGHT, RIGHT, outcome="same"),
@@ -302,7 +365,7 @@ PAIRS = [
         "NotScaledAndPairs",
         with_(turn=halves, mask=lambda m, s: s),
         with_(turn=pairs, mask=lambda m, s: s, scores=lambda m, q, k: q @ k.mT * 0.1),
-        ("scale", "rotation"),
+        ("rotation", "scale"),
     ),
     Pair("Window", RIGHT, with_(mask=_window), ("mask",)),
     Pair("NotCausal", RIGHT, with_(mask=lambda m, scores: scores), ("mask",)),
@@ -359,4 +422,35 @@ PAIRS = [
     ),
     Pair("TiedOnTheLeft", lambda: Tied(True), lambda: Tied(False), outcome="same"),
     Pair("TiedOnTheRight", lambda: Tied(False), lambda: Tied(True), whole=False),
+    Pair("NoBias", lambda: Adapted("no bias"), lambda: Adapted(""), ("term",)),
+    Pair("BiasTwice", with_(leave=lambda m, output: output + m.out.bias), RIGHT, ("term",)),
+    Pair("Doubled", with_(leave=lambda m, output: 2 * output), RIGHT, ("scale",)),
+    Pair("Adapter", lambda: Adapted("adapter"), lambda: Adapted(""), ("low rank",)),
+    Pair("FeaturesBackwards", lambda: Adapted("features"), lambda: Adapted(""), ("order",)),
+    Pair("ValuesReadTransposed", Transposed, lambda: Shared(kv_heads=H), ("transposed",), first="v_proj"),
+    Pair("FactorOfHeads", with_(scores=_by_scores_of_head), RIGHT, ("factor",), first="scores"),
+    Pair("Sink", WithSink, RIGHT, ("factor",)),
+    Pair("KeysInAnotherOrder", with_(turn_key=lambda m, k: k[:, [0, 0, 2, 2]]), RIGHT, ("order",), first="k_heads"),
+    Pair("Elu", with_(values=lambda m, v: F.elu(v)), RIGHT, first="v_heads"),
+    Pair("WindowAndElu", with_(mask=_window, values=lambda m, v: F.elu(v)), RIGHT, first="v_heads"),
+    Pair("WindowAndGelu", with_(mask=_window, leave=lambda m, output: F.gelu(output)), RIGHT, ("mask",)),
+    Pair("MasksOfWindows", lambda: Windows(1), lambda: Windows(2), ("mask",), first="masked_scores"),
+    Pair("ScaleOfWindows", lambda: Windows(1, 0.5), lambda: Windows(1), ("scale",)),
+    Pair(
+        "PositionsBackwards", with_(turn=halves), with_(turn=lambda m, x: halves(m, x.flip(2)).flip(2)), ("position",)
+    ),
+    Pair(
+        "WindowAndBias",
+        with_(mask=lambda m, scores: _window(m, scores + 1 / (1 + scores[0, 0, 0].square()))),
+        RIGHT,
+        ("mask",),
+        first="masked_scores",
+    ),
+    Pair(
+        "NormAndRotation",
+        with_(turn=lambda m, x: halves(m, _normed("head")(m, x))),
+        RIGHT,
+        ("norm",),
+        first="q_heads",
+    ),
 ]

@@ -40,19 +40,39 @@ class WrongColumns(ByHead):
     first_column = D
 
 
-def test_heads_that_are_attentions_are_not_compared_with_the_whole() -> None:
-    report = compared(ByHead(), Right())
-    assert report.outcome == "same"
-    assert report.first_differing_stage is None
-    assert {row.verdict for row in report.stages} == {None}
-    assert "their stages are not compared" in " ".join(report.notes)
-    assert "unknown: no stage was compared" in str(report)
+def test_heads_that_are_attentions_are_compared_as_the_heads_of_the_whole() -> None:
+    for left, right in ((ByHead(), Right()), (Right(), ByHead())):
+        report = compared(left, right)
+        assert report.outcome == "same"
+        assert report.first_differing_stage is None
+        assert {row.name for row in report.stages if row.verdict != "same"} == {"output"}
+        assert "attentions 1–4 of ByHead are compared as the heads of the attention of Right" in " ".join(report.notes)
 
 
-def test_no_stage_is_named_where_attentions_are_not_paired() -> None:
+def test_a_difference_after_heads_that_are_attentions_is_said_to_be_there() -> None:
     report = compared(WrongColumns(), Right())
     assert report.outcome == "differs"
     assert report.first_differing_stage is None
+    assert "Every stage that both have is the same; the difference is in the output projection" in str(report)
+
+
+class OtherHeads(ByHead):
+    """The second head is scaled by another number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for start in range(0, E, D):
+            rows = slice(start, start + D)
+            q, k, v = (F.linear(x, part.weight[rows], part.bias[rows]) for part in (self.q, self.k, self.v))
+            scale = 1.0 if start == D else D**0.5
+            parts.append(F.linear((q @ k.mT / scale).softmax(-1) @ v, self.o.weight[:, rows]))
+        return torch.stack(parts).sum(0) + self.o.bias
+
+
+def test_a_head_that_is_an_attention_of_its_own_and_differs_is_found_at_its_stage() -> None:
+    report = compared(OtherHeads(), Right())
+    assert report.outcome == "differs"
+    assert report.first_differing_stage == "scores"
 
 
 class Moved(Right):
@@ -68,6 +88,19 @@ def test_a_stage_of_another_form_is_no_first_difference() -> None:
     assert report.first_differing_stage is None
     assert "differs" in {row.verdict for row in report.stages}
     assert "in form alone" in str(report)
+
+
+class MovedAndDoubled(Moved):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_stage_of_another_form_is_no_first_difference_of_outputs_that_differ() -> None:
+    report = compared(MovedAndDoubled(), Right())
+    assert report.outcome == "differs"
+    assert report.first_differing_stage is None
+    assert "or differs in form alone" in str(report)
+    assert [reason.kind for reason in report.reasons] == ["scale"]
 
 
 def masked(number: float, diagonal: int = 1) -> Right:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compare.continuation import Reason, reason_of
+from ...compare.calls import reason_of
+from ...compare.pair import Why
 from ...compare.replay import factors_of
 from ...record.site import place_of
 from ...reports.check import Finding
@@ -127,12 +128,12 @@ def _of_difference(loop: Loop, ways: Mapping[str, list[int]], changed: Mapping[s
     )
 
 
-def _reason_at(loop: Loop, places: list[int], position: int) -> Reason:
+def _reason_at(loop: Loop, places: list[int], position: int) -> Why:
     """Return why the call that makes an output gives another one; one without words if the recording does not show it.
 
     `places` are where the calls begin and end.
     """
-    unknown = Reason("", source=loop.evidence.mask_line)
+    unknown = Why("call", "", source=loop.evidence.mask_line)
     continued = loop.call_with(places, position)
     if continued is None:
         return unknown

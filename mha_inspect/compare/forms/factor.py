@@ -1,0 +1,86 @@
+"""One side is a multiple of the other: by one number, or by one for each head, query or key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor
+
+from ...text import listed, small
+from ..pair import Difference, Why
+
+_SHOWN = 8
+"""Most factors to list."""
+_AXES = ("heads", "kv_heads", "query", "key", "features", "embed")
+"""Axes along which there may be a factor each."""
+_WORDS = {"heads": "head", "kv_heads": "key head", "features": "feature", "embed": "feature", "batch": "batch item"}
+_FEWEST = 4
+"""A factor of fewer numbers fits by chance."""
+_SAME = 1e-3
+"""The factor must be known this well, relative to itself."""
+
+
+def factor(difference: Difference) -> Why | None:
+    """Return the number by which the left is a multiple of the right."""
+    left, right = difference.ours, difference.theirs
+    if not difference.is_finite:
+        return None
+    square = float((right * right).sum())
+    number = float((left * right).sum()) / square if square else 0.0
+    # The rounding of the right is multiplied too.
+    if not number or not difference.is_explained_by(number * right, max(1.0, abs(number))):
+        return None
+    stage, where = difference.stage, difference.where
+    return Why(
+        "scale",
+        f"{difference.start} {where.left} is {number:.4g} times {stage} {where.right}, and nothing else differs there.",
+    )
+
+
+def factors(difference: Difference) -> Why | None:
+    """Return the factors of each head, query or key by which the left is a multiple of the right."""
+    if not difference.is_finite:
+        return None
+    for axes in _choices(difference):
+        numbers = _factors_along(axes, difference)
+        if numbers is not None:
+            return _by_place(numbers, axes, difference)
+    return None
+
+
+def _choices(difference: Difference) -> list[list[int]]:
+    """Return the axes with a factor for each place: one of them, two, or all but the last."""
+    along = [axis for axis, name in enumerate(difference.names) if name in _AXES and difference.left.shape[axis] > 1]
+    choices = [[axis] for axis in along]
+    choices += [[0, axis] for axis in along if axis and difference.left.shape[0] > 1]
+    every = list(range(difference.left.dim() - 1))
+    if "key" in difference.names[-1:]:
+        choices.append(every)
+    return choices
+
+
+def _factors_along(axes: Sequence[int], difference: Difference) -> Tensor | None:
+    """Return a factor for each place along axes, with size 1 along the others; None if they do not explain all."""
+    left, right = difference.ours, difference.theirs
+    others = [axis for axis in range(left.dim()) if axis not in axes]
+    freedom = left.numel() // prod(left.shape[axis] for axis in axes)
+    squares = (right * right).sum(others, keepdim=True)
+    # The factor of very small numbers is not known.
+    if freedom < _FEWEST or float(squares.min()) <= (difference.near / _SAME) ** 2:
+        return None
+    numbers = (left * right).sum(others, keepdim=True) / squares
+    largest = max(1.0, float(numbers.abs().max()))
+    return numbers if difference.is_explained_by(numbers * right, largest) else None
+
+
+def _by_place(numbers: Tensor, axes: Sequence[int], difference: Difference) -> Why:
+    stage, where = difference.stage, difference.where
+    names = [difference.names[axis] for axis in axes]
+    places = listed([_WORDS.get(name, name) for name in names])
+    shown = ", ".join(small(float(number)) for number in numbers.flatten()[:_SHOWN])
+    more = ", …" if numbers.numel() > _SHOWN else ""
+    return Why(
+        "factor",
+        f"{difference.start} {where.left} is {stage} {where.right} times one number for each {places}: {shown}{more}.",
+    )

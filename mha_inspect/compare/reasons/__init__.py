@@ -1,0 +1,1 @@
+"""Why a stage of two runs differs, one reason a file; `why.REASONS` is the order in which they are asked."""

@@ -1,0 +1,171 @@
+"""Both sides are linear in the same stage before, with other matrices: a weight read the other way, or an adapter.
+
+k_proj on the left = x · W        k_proj on the right = x · Wᵀ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..forms.order import places_in
+from ..pair import Difference, Pair, Side, Why, are_near
+from ..replay import LostError, again, content_of
+from .made_of import MADE_OF
+
+_MOST_RUNS = 64
+"""The most runs of the operations between two stages, to learn a matrix."""
+_SHOWN = 8
+"""Most features of an order to list."""
+_NEAR = 1e-4
+"""Matrices that are this near, relative to their largest number, are the same; in float32."""
+_SINGULAR = 1e-3
+"""A singular value below this share of the largest one is rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """A stage as a linear function of a stage before it: tokens · matrix + offset."""
+
+    matrix: Tensor
+    """`inner outer`."""
+    offset: Tensor
+    """`outer`."""
+
+
+def linear(pair: Pair, difference: Difference) -> Why | None:
+    """Return how the matrices of both sides differ, if both are linear in a stage before that is equal."""
+    is_after_a_weight = difference.stage.endswith(("_proj", "_heads")) or difference.stage == "output"
+    if not is_after_a_weight or not difference.is_clear:
+        return None
+    for source in MADE_OF[difference.stage]:
+        if pair.difference(source) is not None:
+            continue
+        ours = _map_of(pair.left, source, difference.stage, difference.left, difference.near)
+        theirs = _map_of(pair.right, source, difference.stage, difference.right, difference.near)
+        if ours is None or theirs is None or not are_near(ours.offset, theirs.offset, difference.near):
+            continue
+        for reason in (_transposed, _of_features, _of_low_rank):
+            why = reason(ours, theirs, difference)
+            if why is not None:
+                return why
+    return None
+
+
+def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -> _Map | None:
+    """Return a stage as a linear function of another one, from runs with one feature in each token; None if it is none.
+
+    `content` is the stage in canonical axes.
+    """
+    tensor = side.attention.stages.get(source)
+    plain = side.stage(source)
+    if tensor is None or plain is None or side.attention.branches:
+        return None
+    inner = tensor.shape[-1]
+    tokens = prod(tensor.shape[:-1])
+    if not plain.is_floating_point() or not tokens or inner > _MOST_RUNS * tokens:
+        return None
+    try:
+        recorded = content_of(side.kept, tensor)
+        offset = _ran(side, source, stage, torch.zeros_like(recorded))
+        rows: list[Tensor] = []
+        for start in range(0, inner, tokens):
+            features = torch.arange(start, start + tokens) % inner
+            marked = torch.nn.functional.one_hot(features, inner).to(recorded)
+            rows.append(_ran(side, source, stage, marked.view(recorded.shape)) - offset)
+    except LostError:
+        return None
+    matrix = torch.cat(rows)[:inner]
+    given = plain.double().flatten(0, -2)
+    if len(given) != len(offset):
+        return None
+    # Each token has the same matrix and offset, and nothing else is in it.
+    is_linear = are_near(_by_token(content), given @ matrix + offset[:1], near)
+    return _Map(matrix, offset[0]) if is_linear else None
+
+
+def _ran(side: Side, source: str, stage: str, value: Tensor) -> Tensor:
+    """Return `token features` of a stage where another one has these numbers. Raise `LostError` if it cannot."""
+    made = again(side.kept, side.attention.stages[source], value, side.attention.stages[stage])
+    content = side.in_canonical_axes(stage, made)
+    if content is None:
+        raise LostError
+    return _by_token(content)
+
+
+def _by_token(content: Tensor) -> Tensor:
+    """Return `batch position features` or `batch heads position head_dim` as `token features`, in float64."""
+    if content.dim() == 4:
+        content = content.transpose(1, 2).flatten(2)
+    return content.double().flatten(0, -2)
+
+
+def _transposed(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
+    """Return that one side reads the weight the other way: nn.Linear has `out in`, and `x @ weight` reads `in out`."""
+    left, right = ours.matrix, theirs.matrix
+    if left.shape != right.T.shape or not _are_equal(left, right.T):
+        return None
+    where, stage = difference.where, difference.stage
+    for name, weight in _named(difference.matrices, left):
+        ours_is_plain = _are_equal(weight, left)
+        plain, turned = (where.left, where.right) if ours_is_plain else (where.right, where.left)
+        sentence = f"{stage} is x · W {plain} and x · Wᵀ {turned}, where W is {name}: one side reads it transposed."
+        return Why("transposed", sentence, fact="transposed")
+    return Why(
+        "transposed", f"The weight of {stage} {where.left} is the transposed one {where.right}.", fact="transposed"
+    )
+
+
+def _of_features(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
+    """Return that the features of the input are read in another order."""
+    places = places_in(theirs.matrix, ours.matrix, 0, _NEAR * float(ours.matrix.abs().max()))
+    if places is None or sorted(places) != list(range(len(places))):
+        return None
+    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    where = difference.where
+    sentence = f"{difference.stage} reads the features of its input in another order: {where.left} {shown} of those"
+    return Why("order", f"{sentence} {where.right}.", fact=shown)
+
+
+def _of_low_rank(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
+    """Return the rank of the difference of two matrices, if it is low: an adapter is on one side alone."""
+    left, right = ours.matrix, theirs.matrix
+    if left.shape != right.shape:
+        return None
+    apart = torch.linalg.svdvals(left - right)
+    rank = int((apart > _SINGULAR * apart[0]).sum())
+    if not 0 < rank <= min(left.shape) // 4:
+        return None
+    where, stage = difference.where, difference.stage
+    for called, other, matrix in ((where.left, where.right, right), (where.right, where.left, left)):
+        for name, _ in _named(difference.matrices, matrix):
+            return Why(
+                "low rank",
+                f"{stage} is of {name} alone {other}, and of {name} with a matrix of rank {rank} added {called}.",
+                fact=f"{rank} {called}",
+            )
+    return Why("low rank", f"The weights of {stage} differ by a matrix of rank {rank}, of {min(left.shape)}.")
+
+
+def _named(matrices: Mapping[str, Tensor], matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that are a matrix or its transposed one, whole or as a block of their rows, with a name."""
+    for name, parameter in matrices.items():
+        weight = parameter.detach().double().to(matrix.device)
+        for rows in sorted({*matrix.shape}):
+            count = len(weight) // rows if rows else 0
+            if not count or len(weight) % rows:
+                continue
+            for place, block in enumerate(torch.split(weight, rows)):
+                called = name if count == 1 else f"rows {place * rows}–{place * rows + rows - 1} of {name}"
+                if _are_equal(block, matrix) or _are_equal(block.T, matrix):
+                    yield called, block
+
+
+def _are_equal(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    return are_near(left, right, _NEAR * float(left.abs().max()))

@@ -1,0 +1,67 @@
+"""The tokens of one side are at other positions where positions enter, e.g. in a rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..pair import Difference, Pair, Why
+from ..turned import Tokens, tokens_before
+
+_MOST = 256
+"""The most tokens that are put at every position."""
+_FEWEST = 3
+"""With fewer tokens, another position may be chance."""
+_SHOWN = 8
+"""Most positions to list."""
+
+
+def position(pair: Pair, difference: Difference) -> Why | None:
+    """Return at which positions of the right the tokens have the numbers of the left.
+
+    Each token of the right is put at every position, and the steps up to the stage run again.
+    """
+    tokens = tokens_before(pair.right, difference.stage)
+    axes = [axis for axis, name in enumerate(difference.names) if name in ("query", "key")]
+    if tokens is None or not axes or not _FEWEST <= tokens.length <= _MOST:
+        return None
+    (axis,) = axes
+    if difference.left.shape[axis] != tokens.length:
+        return None
+    middle = tokens.length // 2
+    if _place_of(middle, tokens, axis, difference) is None:
+        return None
+    places = [_place_of(token, tokens, axis, difference) for token in range(tokens.length)]
+    return _shifted(places, difference) or _moved(places, difference)
+
+
+def _place_of(token: int, tokens: Tokens, axis: int, difference: Difference) -> int | None:
+    """Return the position of the right at which a token has the numbers of the left, its own if that is one."""
+    fits = tokens.positions_of(token, difference.left.select(axis, token), axis, difference.near)
+    if token in fits:
+        return token
+    return fits[0] if fits else None
+
+
+def _shifted(places: Sequence[int | None], difference: Difference) -> Why | None:
+    """Return by how many positions all tokens are elsewhere; the last ones, or the first, may be past the end."""
+    shifts = {place - token for token, place in enumerate(places) if place is not None}
+    if len(shifts) != 1:
+        return None
+    shift = shifts.pop()
+    known = [token for token in range(len(places)) if 0 <= token + shift < len(places)]
+    if not shift or len(known) < _FEWEST - 1 or any(places[token] is None for token in known):
+        return None
+    where, stage = difference.where, difference.stage
+    sign = "+" if shift > 0 else "-"
+    sentence = f"Position p {where.left} is {stage} of position p {sign} {abs(shift)} {where.right}."
+    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=str(shift))
+
+
+def _moved(places: Sequence[int | None], difference: Difference) -> Why | None:
+    """Return the position of each token, if all have one and some are elsewhere."""
+    if None in places or list(places) == list(range(len(places))):
+        return None
+    where, stage = difference.where, difference.stage
+    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    sentence = f"The tokens of {stage} {where.left} have the positions {shown} of those {where.right}."
+    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=shown)

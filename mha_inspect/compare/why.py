@@ -1,0 +1,310 @@
+"""Find why two modules with the same weights do not compute the same.
+
+Changes of the weights are tried first: with one of them written into the right side, both return the same. Otherwise
+the stages are asked in order. A stage that differs, and is explained, is put into the left run, which is computed again
+from there; so the next one is a difference of its own, and in the end both return the same, or not everything is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ..naming.canonical import returned_content
+from ..naming.pattern import STAGES
+from ..naming.visibility import Rows
+from ..record.arguments import dense
+from ..record.ops import Recording, TensorRef
+from ..text import listed, plural
+from .comparable_run import ComparableRun, ComparedStage, Comparison
+from .forms import form_of
+from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
+from .reasons.linear import linear
+from .reasons.made_of import behind
+from .reasons.mask import mask
+from .reasons.norm import norm
+from .reasons.number import number
+from .reasons.padding import padding
+from .reasons.position import position
+from .reasons.rotation import rotation
+from .reasons.rows import by_head
+from .reasons.scale import scale
+from .reasons.shared import shared
+from .replay import LostError, replayed
+from .shared_weights import unreadable
+
+_AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
+"""Stages in which a query with every key masked out has no defined result."""
+_INPUTS = frozenset({"query", "key", "value"})
+_MOST = 48
+"""The most stages to put into a run."""
+
+
+def _of_form(pair: Pair, difference: Difference) -> Why | None:
+    return form_of(difference)
+
+
+REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, _of_form, linear, position)
+"""Asked in this order about a stage that differs."""
+
+
+def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
+    """Return why two sides with the same weights and input differ; empty if it is not known.
+
+    The weights of the right are as before when this returns.
+    """
+    with by_head(left, right, where) as orders:
+        if orders:
+            trial = _Search(left, right, where).searched()
+            if trial.is_all:
+                return (*orders, *_facts(trial))
+    return _facts(_Search(left, right, where).searched())
+
+
+def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
+    """Return the first stage that differs, and not in form alone; None if none does."""
+    by_place: dict[int, dict[str, ComparedStage]] = {}
+    for row in rows:
+        by_place.setdefault(row.place, {})[row.name] = row
+    for stages in by_place.values():
+        verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
+        same = {name for name, verdict in verdicts.items() if verdict == "same"}
+        for name in _effective(same.__contains__):
+            if verdicts.get(name) == "differs":
+                return stages[name]
+    return None
+
+
+def _effective(is_same: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the stages whose difference changes anything: not those before a stage that is the same."""
+    alike: set[str] = set()
+    for stage in STAGES:
+        if is_same(stage):
+            alike |= behind(stage)
+    # What comes in has a part in all of the attention, and may go around it.
+    if is_same("output") or is_same("context"):
+        alike |= _INPUTS
+    return tuple(stage for stage in STAGES if stage not in alike)
+
+
+def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
+    """Yield how queries or keys are normalized otherwise, where the weights of both sides differ."""
+    for place in range(min(len(left.attentions), len(right.attentions))):
+        pair = pair_of(left, right, place, where)
+        content = None if stage is None else pair.left.stage(stage)
+        if stage is None or content is None:
+            continue
+        reason = norm(pair, Difference(stage, "", content, content, near=0.0, where=where))
+        if reason is not None:
+            yield reason
+            return
+
+
+def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> Pair:
+    """Return the same attention of two runs, with the rounding errors that were measured."""
+    blind = tuple(sorted({*left.masked_queries(place), *right.masked_queries(place)}))
+    noise = partial(_noise, left, right, place, blind)
+    vectors: dict[str, Tensor] = {}
+    matrices: dict[str, Tensor] = {}
+    for name, parameter in chain(right.subject.module.named_parameters(), left.subject.module.named_parameters()):
+        if parameter.dim() == 1:
+            vectors[name] = parameter
+        if parameter.dim() == 2:
+            matrices[name] = parameter
+    return Pair(
+        left=left.side(place),
+        right=right.side(place),
+        where=where,
+        noise=noise,
+        blind=blind,
+        vectors=vectors,
+        matrices=matrices,
+        weights=(left.weights[place], right.weights[place]) if not unreadable(left, right) else None,
+        unread=(_unread(left.run.recording), _unread(right.run.recording)),
+    )
+
+
+def _noise(left: ComparableRun, right: ComparableRun, place: int, blind: Rows, stage: str, like: Tensor) -> float:
+    """Return the larger rounding error of a stage of both sides."""
+    has_axes = left.content(place, stage) is not None and right.content(place, stage) is not None
+    rows = blind if has_axes and (place or stage in _AFTER_A_MASK) else ()
+    return max(side.floor(place, stage, like, rows, as_made=not has_axes) for side in (left, right))
+
+
+def _unread(recording: Recording) -> frozenset[str]:
+    """Return the parameters that no operation reads."""
+    read = {tensor.storage for op in recording.ops for tensor in op.inputs}
+    return frozenset(named.name for named in recording.parameters if named.tensor.storage not in read)
+
+
+# -- the stages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """The left run with some stages of the right put into it."""
+
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+    """The tensors that were put in, by id."""
+    computed: Mapping[int, Tensor] = field(default_factory=dict)
+    """These, and what was computed of them up to the output."""
+    found: tuple[_Found, ...] = ()
+    """The reasons of these stages."""
+    end: str = ""
+    """How the search ended: what is known of the outputs."""
+    is_all: bool = False
+    """Whether both sides return the same with what was put in."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The reason of one stage."""
+
+    why: Why
+    place: int
+    stage: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Two runs, whose stages are asked in order."""
+
+    left: ComparableRun
+    right: ComparableRun
+    where: Where
+
+    def searched(self) -> _Trial:
+        """Return the left run with each stage of the right that differs, up to the first without a reason."""
+        trial = _Trial()
+        if not Comparison(self.left, self.right).are_paired:
+            return trial
+        for place in range(min(len(self.left.attentions), len(self.right.attentions))):
+            pair = pair_of(self.left, self.right, place, self.where)
+            at = replace(pair, left=replace(pair.left, changed=trial.computed))
+            for stage in _effective(partial(_is_same_in, at)):
+                trial = self._after(trial, pair, place, stage)
+                if trial.end:
+                    return trial
+        return self._at_the_end(trial)
+
+    def _after(self, trial: _Trial, pair: Pair, place: int, stage: str) -> _Trial:
+        """Return the left run with the right's stage in it, if that differs and is explained."""
+        at = replace(pair, left=replace(pair.left, changed=trial.computed))
+        difference = at.difference(stage)
+        if difference is None:
+            return trial
+        reason = _reason_of(at, difference)
+        found = trial.found if reason is None else (*trial.found, _Found(reason, place, stage))
+        try:
+            further = self._put_in(trial, at, stage)
+        except LostError:
+            return replace(trial, found=found, end="Whether anything else differs could not be tried.")
+        if reason is not None:
+            is_last = len(found) >= _MOST or not reason.is_all
+            return replace(further, found=found, end="More may differ." if is_last else "")
+        # A stage that differs in form alone changes no output.
+        before, after = self._output(trial), self._output(further)
+        if are_near(before, after, tolerance(before, self._floor)):
+            return trial
+        return replace(trial, end=f"More differs: {stage} is not the same even then.")
+
+    def _put_in(self, trial: _Trial, pair: Pair, stage: str) -> _Trial:
+        """Return the left run with a further stage of the right in it. Raise `LostError` if it cannot be computed."""
+        value = pair.put_into_left(stage)
+        if value is None:
+            raise LostError
+        values = {**trial.values, pair.left.attention.stages[stage].id: value}
+        with torch.no_grad():
+            return replace(trial, values=values, computed=replayed(pair.left.kept, values, self._returned))
+
+    # -- the outputs --------------------------------------------------------------------------------------------------
+
+    @property
+    def _returned(self) -> TensorRef:
+        """The first tensor that the left returns."""
+        return self.left.run.recording.outputs[0].tensor
+
+    @cached_property
+    def _floor(self) -> float:
+        """The larger rounding error of both outputs."""
+        return max(side.output_floor(()) for side in (self.left, self.right))
+
+    def _output(self, trial: _Trial) -> Tensor:
+        """Return the output of the left run with what was put in."""
+        value = trial.computed.get(self._returned.id)
+        if value is None:
+            return self.left.output
+        content = returned_content(self.left.run, dense(value))
+        return dense(value) if content is None else content
+
+    def _at_the_end(self, trial: _Trial) -> _Trial:
+        """Return the search with the reason of the outputs, if they still differ, and whether all is known then."""
+        left, right = self._output(trial), self.right.output
+        alike = "With all of this changed, both return the same."
+        if len(trial.found) == 1:
+            alike = "With that changed, both return the same."
+        if are_near(left, right, tolerance(right, self._floor)):
+            return replace(trial, end=alike, is_all=True)
+        of_padding = None if trial.found else padding(self.left, self.right)
+        if of_padding is not None:
+            return replace(trial, found=(_Found(of_padding, 0, ""),))
+        reason = self._of_output(left, right)
+        if reason is None:
+            return replace(trial, end="More differs: the outputs are not the same even then.")
+        return replace(trial, found=(*trial.found, _Found(reason, 0, "")))
+
+    def _of_output(self, left: Tensor, right: Tensor) -> Why | None:
+        """Return the form of the difference of both outputs, which nothing before them explains."""
+        if left.shape != right.shape or left.dim() != 3 or not self.left.attentions:
+            return None
+        pair = pair_of(self.left, self.right, 0, self.where)
+        difference = pair.beside("the output", "batch query embed", left, right, self._floor)
+        return None if difference is None else form_of(difference)
+
+
+def _is_same_in(pair: Pair, stage: str) -> bool:
+    """Return whether both sides have a stage, with the same numbers."""
+    left, right = pair.left.stage(stage), pair.right.stage(stage)
+    has_both = left is not None and right is not None and left.shape == right.shape
+    return has_both and pair.difference(stage) is None
+
+
+def _reason_of(pair: Pair, difference: Difference) -> Why | None:
+    if difference.left.is_complex() or difference.right.is_complex():
+        return None
+    for reason in REASONS:
+        found = reason(pair, difference)
+        if found is not None:
+            return found
+    return None
+
+
+def _facts(trial: _Trial) -> tuple[Why, ...]:
+    """Return each fact once, in the order of computation, with the stages that it is true of; last, if that is all."""
+    if not trial.found:
+        return ()
+    by_fact: dict[tuple[str, str], list[_Found]] = {}
+    for each in trial.found:
+        by_fact.setdefault((each.why.kind, each.why.fact or each.stage), []).append(each)
+    whys = [_of_one_fact(together) for together in by_fact.values()]
+    if trial.end:
+        whys[-1] = replace(whys[-1], sentence=f"{whys[-1].sentence} {trial.end}")
+    return tuple(whys)
+
+
+def _of_one_fact(found: Sequence[_Found]) -> Why:
+    """Return the first of several reasons that are alike, with the stages and attentions of the others."""
+    first = found[0]
+    stages = list(dict.fromkeys(each.stage for each in found))
+    places = {each.place for each in found}
+    sentence = first.why.sentence
+    if len(stages) > 1:
+        sentence += f" The same is true of {listed(stages[1:])}."
+    if len(places) > 1:
+        sentence += f" The same is true in {plural(len(places), 'attention')}."
+    return replace(first.why, sentence=sentence)
