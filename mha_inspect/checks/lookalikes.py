@@ -6,6 +6,7 @@ q @ (k.mT @ v)                       # linear attention: no score of a query and
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..graph.rerun import between
@@ -48,9 +49,9 @@ def _weights(run: Run) -> str:
     recording = run.recording
     for product in run.recording.ops:
         content = recording.values.get(product.inputs[0].id) if product.inputs else None
-        if content is None or content.dim() < 3 or not product.does("product") or len(product.inputs) < 2:
+        if content is None or content.is_nested or content.dim() < 3 or len(product.inputs) < 2:
             continue
-        if not run.graph.comes_from_inputs(*product.inputs[-2:]) or not _sums_to_one(content, (-1,)):
+        if not product.does("product") or not _is_of_activations(run, product) or not _sums_to_one(content, (-1,)):
             continue
         made_of = [op for op in recording.ops[: product.index] if op.does("product") and _is_of_activations(run, op)]
         if not any(between(recording, {op.output.id}, product.inputs[0]) for op in made_of):
@@ -114,7 +115,8 @@ def _may_sum_to_one(content: Tensor) -> bool:
 
 def _sums_to_one(content: Tensor, over: tuple[int, ...]) -> bool:
     """Return whether numbers are weights over these dimensions."""
-    if not content.is_floating_point() or content.is_meta or content.dim() < 2 or bool((content < 0).any()):
+    is_plain = content.layout is torch.strided and not content.is_nested and not content.is_meta
+    if not is_plain or not content.is_floating_point() or content.dim() < 2 or bool((content < 0).any()):
         return False
     sums = content.detach().double().sum(over)
     return sums.numel() < content.numel() and float((sums - 1).abs().max()) < 1e-3
