@@ -14,7 +14,7 @@ _NO = ("", "0", "false")
 _AFTER = 1.0
 """Seconds before the progress line appears."""
 _LONG = 10.0
-"""Seconds after which a stream that is no terminal is told once what is going on."""
+"""Seconds after which a stream that is no terminal gets one line on what is going on."""
 
 asked_color: Literal["auto", "always", "never"] = "auto"
 """The value of --color, which comes before all variables."""
