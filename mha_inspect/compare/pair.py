@@ -52,8 +52,6 @@ class Where:
 
     left: str = "on the left"
     right: str = "on the right"
-    subject: str = "the right"
-    """The right side as the subject of a sentence."""
 
 
 @dataclass(frozen=True)
