@@ -44,10 +44,8 @@ LEAVING = {
     "naming": "roles",
     "compare": """continuation diff_reasons mask_reasons norm_reasons rank_differences replay row_orders same_tokens
         stage_reasons""",
-    "checks": """adapters alike arguments batch_items cache_loop each_kind equals evidence exchanged_axes idle_masks
-        inverted item_masks lookalikes masked_runs mixed_items mixing newest one_position padded_runs repeated_keys
-        same seen_keys sight slots""",
-    "failures": "compared dtypes head_counts large_numbers norms padding_masks position_tables sequences",
+    "checks": """alike arguments batch_items cache_loop each_kind evidence exchanged_axes inverted masked_runs
+        one_position padded_runs same seen_keys sight""",
     "checkpoints": "*",
 }
 """Files that the plan of the rebuild takes out: mutants of them count for nothing."""

@@ -70,14 +70,15 @@ def _docstrings(nodes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.Constant, str]
 
 
 def first_words_of_fixes(path: Path) -> list[str]:
-    """The first word of each `fix=` of a call that begins with a word: `Use` of `fix="Use transpose(1, 2)."`."""
+    """The first word of each `fix=`, and of each way of an edit, that begins with a word: `Use` of `"Use .mT."`."""
     words = []
     for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
-        fixes = [keyword.value for keyword in node.keywords if keyword.arg == "fix"]
-        if isinstance(node.func, ast.Name) and node.func.id == "Fix":
-            fixes += node.args[:1]
+        is_edit = isinstance(node.func, ast.Name) and node.func.id == "Edit"
+        named = ("fix", "way") if is_edit else ("fix",)
+        fixes = [keyword.value for keyword in node.keywords if keyword.arg in named]
+        fixes += node.args[3:4] if is_edit else []
         for text in (text for fix in fixes for text in _beginnings(fix)):
             word = re.match(r"[A-Za-z]+(?= )", text)
             words += [word[0]] if word else []

@@ -209,32 +209,18 @@ def _place_of_part(part: PartPair) -> tuple[str, int]:
 
 
 def _unread_numbers(
-    attention: NamedAttention,
-    tensors: Mapping[str, StoredTensor],
-    verdicts: Mapping[str, TensorVerdict],
+    attention: NamedAttention, tensors: Mapping[str, StoredTensor], verdicts: Mapping[str, TensorVerdict]
 ) -> dict[str, Tensor]:
     """Return by head the numbers of the tensors that have a part without a verdict."""
     roles = {}
     for name, role in attention.roles.items():
-        parts = {piece.part for piece in role.heads}
-        if not parts <= verdicts.keys():
+        if not {piece.part for piece in role.heads} <= verdicts.keys():
             roles[name] = role
     return numbers_of(roles, tensors)
 
 
-def _part_pair(
-    pair: AttentionPair,
-    part: str,
-    verdict: TensorVerdict,
-    differences: tuple[float, ...] = (),
-) -> PartPair:
-    return PartPair(
-        left=pair.left.stored.module,
-        right=pair.right.stored.module,
-        part=part,
-        verdict=verdict,
-        differences=differences,
-    )
+def _part_pair(pair: AttentionPair, part: str, verdict: TensorVerdict, by_head: Sequence[float] = ()) -> PartPair:
+    return PartPair(pair.left.stored.module, pair.right.stored.module, part, verdict, tuple(by_head))
 
 
 def _compared_part(pair: AttentionPair, part: str, left: Tensor, right: Tensor) -> PartPair:
@@ -244,10 +230,8 @@ def _compared_part(pair: AttentionPair, part: str, left: Tensor, right: Tensor) 
     verdict = distance(left, right).verdict
     if verdict != "differs":
         return _part_pair(pair, part, verdict)
-    differences = []
-    for left_head, right_head in zip(left, right, strict=True):
-        differences.append(distance(left_head, right_head).relative)
-    return _part_pair(pair, part, verdict, tuple(differences))
+    by_head = [distance(*heads).relative for heads in zip(left, right, strict=True)]
+    return _part_pair(pair, part, verdict, by_head)
 
 
 @dataclass(frozen=True)
@@ -260,35 +244,23 @@ class _Shared:
 
     def worst(self, parts: Iterable[str]) -> TensorVerdict:
         """Return the worst verdict of several parts together."""
-        verdicts = [self.verdicts[part] for part in parts]
-        return max(verdicts, key=_WORSE.index)
+        return max((self.verdicts[part] for part in parts), key=_WORSE.index)
 
     def packing(self, names: _Names) -> str:
         """Return which side has the parts of several tensors in one: `q, k and v are in one tensor on the left and …`.
 
         Empty if neither has.
         """
-        from_several = []
-        into_several = []
-        for pair, parts in self.parts.items():
-            if pair.right == names.right:
-                from_several.append(parts)
-            if pair.left == names.left:
-                into_several.append(parts)
-        if len(from_several) > 1:
-            return self._packed_words(from_several, packed="right", apart="left")
-        if len(into_several) > 1:
-            return self._packed_words(into_several, packed="left", apart="right")
-        return ""
-
-    def _packed_words(self, pieces: list[list[str]], *, packed: str, apart: str) -> str:
-        """Return in words where parts are together, and where they are in one tensor for each piece."""
+        in_right = [parts for pair, parts in self.parts.items() if pair.right == names.right]
+        in_left = [parts for pair, parts in self.parts.items() if pair.left == names.left]
+        pieces, packed, apart = in_right, "right", "left"
+        if len(in_right) < 2:
+            pieces, packed, apart = in_left, "left", "right"
+        if len(pieces) < 2:
+            return ""
         parts = list(chain.from_iterable(pieces))
-        letters = [part[-1] for part in parts]
-        letters.sort(key="qkv".find)
-        words = "in"
-        if self.worst(parts) in SAME:
-            words = "the same, in"
+        letters = sorted((part[-1] for part in parts), key="qkv".find)
+        words = "the same, in" if self.worst(parts) in SAME else "in"
         count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
         return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"
 

@@ -198,22 +198,17 @@ class _FileForModule:
 
     def like(self, *, called: bool) -> LikeModule:
         """Return how the file fits the module. `called` says whether roles come from a run of it."""
-        unexpected = []
-        for name, tensor in self.checkpoint.tensors.items():
-            if name not in self.names:
-                unexpected.append(StoredName(name, tensor.shape))
-        transposed = []
-        for name in self.transposed.names:
-            transposed.append(StoredName(name, self.shape(name), self.expected(name)))
+        tensors = self.checkpoint.tensors
+        transposed = self.transposed.names
         return LikeModule(
             module=self.module.label,
             prefix=str(self.prefix),
             matching=len(self.fitting()),
             missing=tuple(self._missing()),
-            unexpected=tuple(unexpected),
+            unexpected=tuple(StoredName(name, self.shape(name)) for name in tensors if name not in self.names),
             wrong_shape=tuple(map(self._misfit, self.wrong_shape())),
             called=called,
-            transposed=tuple(transposed),
+            transposed=tuple(StoredName(name, self.shape(name), self.expected(name)) for name in transposed),
         )
 
     def _missing(self) -> Iterator[StoredName]:
@@ -239,38 +234,25 @@ class _FileForModule:
 
     def _about_transposed(self) -> Iterator[str]:
         """Yield sentences about the weights that the file has transposed, and about square ones that may be."""
-        names, unknown = self.transposed.names, self.transposed.unknown
-        if names:
+        if self.transposed.names:
             yield _are_transposed(self.transposed, self.module.label)
-        square = []
-        for name in names:
-            rows, columns = self.shape(name)
-            if rows == columns:
-                square.append(name)
+        square = [name for name in self.transposed.names if len({*self.shape(name)}) == 1]
         if square:
             yield _are_square(square)
-        if unknown:
-            yield _may_be_transposed(unknown)
+        if self.transposed.unknown:
+            yield _may_be_transposed(self.transposed.unknown)
 
     def _about_buffers(self) -> Iterator[str]:
         """Yield a sentence about the tensors of the file that are buffers in the module, with their sizes."""
-        buffers = []
-        numel = 0
-        whole = 0
-        for name, tensor in self.checkpoint.tensors.items():
-            whole += tensor.numel
-            if self.names.get(name) in self.module.buffers:
-                buffers.append(name)
-                numel += tensor.numel
+        tensors = self.checkpoint.tensors
+        buffers = [name for name in tensors if self.names.get(name) in self.module.buffers]
         if not buffers:
             return
-        are = "are buffers"
-        if len(buffers) == 1:
-            are = "is a buffer"
-        yield (
-            f"{_few(buffers)} {are} of {self.module.label}, not weights: "
-            f"{numel:,} of the {whole:,} numbers in the file."
-        )
+        are = "is a buffer" if len(buffers) == 1 else "are buffers"
+        numel = sum(tensors[name].numel for name in buffers)
+        whole = sum(tensor.numel for tensor in tensors.values())
+        of_file = f"{numel:,} of the {whole:,} numbers in the file"
+        yield f"{_few(buffers)} {are} of {self.module.label}, not weights: {of_file}."
 
 
 def _no_name_in_common(checkpoint: Checkpoint, module: _ModuleTensors) -> InputError:
@@ -292,35 +274,28 @@ def _few(names: Sequence[str]) -> str:
 
 def _are_transposed(transposed: Transposed, label: str) -> str:
     """Return the sentence about the transposed weights, with the fix."""
-    names = _few(transposed.names)
-    is_single = len(transposed.names) == 1
-    fix = f"Use .t() on {'it' if is_single else 'each of them'} before loading."
+    names, is_single = _few(transposed.names), len(transposed.names) == 1
+    are, them, each = ("is", "it", "it") if is_single else ("are", "them", "each of them")
+    fix = f"Use .t() on {each} before loading."
     if not transposed.of_linear:
-        are = "is the transpose of the weight" if is_single else "are the transposes of the weights"
-        return f"{names} {are} in {label}. {fix}"
-    are, them = ("is", "it") if is_single else ("are", "them")
-    return (
-        f"{names} {are} transposed: the file has {them} as [in, out], the layout of GPT-2's "
-        f"Conv1D; nn.Linear expects [out, in]. {fix}"
-    )
+        transposes = "the transpose of the weight" if is_single else "the transposes of the weights"
+        return f"{names} {are} {transposes} in {label}. {fix}"
+    layout = f"the file has {them} as [in, out], the layout of GPT-2's Conv1D; nn.Linear expects [out, in]"
+    return f"{names} {are} transposed: {layout}. {fix}"
 
 
 def _are_square(names: Sequence[str]) -> str:
     """Return the sentence about transposed weights that are square."""
     load = "is square, so it loads" if len(names) == 1 else "are square, so they load"
-    return (
-        f"{_few(names)} {load} without an error and would be wrong: "
-        "the other weights of the same block are all transposed."
-    )
+    others = "the other weights of the same block are all transposed"
+    return f"{_few(names)} {load} without an error and would be wrong: {others}."
 
 
 def _may_be_transposed(names: Sequence[str]) -> str:
     """Return the sentence about square weights whose layout is unknown."""
     are = "is" if len(names) == 1 else "are"
-    return (
-        f"{_few(names)} {are} square: could not determine whether transposed, "
-        "as some weights of the same block are and others are not."
-    )
+    why = "as some weights of the same block are and others are not"
+    return f"{_few(names)} {are} square: could not determine whether transposed, {why}."
 
 
 def _with_linears_turned(checkpoint: Checkpoint, transposed: Transposed) -> Checkpoint:

@@ -32,8 +32,8 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
         exchanges += diff.exchanges
         parts += diff.parts
     pairs = _in_order_of_left(_all_pairs(files, same_name, diffs, exchanges), files)
-    only_left = _absent(files.left, _left_names(pairs))
-    only_right = _absent(files.right, _right_names(pairs))
+    only_left = _absent(files.left, {pair.name for pair in pairs})
+    only_right = _absent(files.right, {pair.right_name for pair in pairs})
     are_same = all(pair.verdict in SAME for pair in pairs)
     report = CheckpointDiffReport(
         left=files.left.report(),
@@ -49,21 +49,10 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
     return replace(report, answer=tuple(answer_of(report, exchanges)))
 
 
-def _left_names(pairs: Iterable[TensorPair]) -> set[str]:
-    return {pair.name for pair in pairs}
-
-
-def _right_names(pairs: Iterable[TensorPair]) -> set[str]:
-    return {pair.right_name for pair in pairs}
-
-
 def _pairs_with_same_name(files: TwoFiles) -> dict[str, TensorPair]:
     """Return the tensors that both files have under one name, compared."""
-    pairs = {}
-    for name in files.left.tensors:
-        if name in files.right.tensors:
-            pairs[name] = tensor_pair(files, name, name)
-    return pairs
+    common = [name for name in files.left.tensors if name in files.right.tensors]
+    return {name: tensor_pair(files, name, name) for name in common}
 
 
 def _all_pairs(
@@ -78,10 +67,8 @@ def _all_pairs(
     for diff in diffs:
         unordered += diff.renamed
         orders += diff.orders
-    pairs = []
-    for pair in _with_orders(unordered, orders, files):
-        pairs.append(_with_exchange(pair, exchanges))
-    pairs += moved_pairs(files, _left_names(pairs), _right_names(pairs))
+    pairs = [_with_exchange(pair, exchanges) for pair in _with_orders(unordered, orders, files)]
+    pairs += moved_pairs(files, {pair.name for pair in pairs}, {pair.right_name for pair in pairs})
     return pairs
 
 
@@ -92,11 +79,7 @@ def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[Tens
 
 def _absent(side: FileSide, paired: Collection[str]) -> tuple[StoredName, ...]:
     """Return the tensors of one side that are not paired."""
-    absent = []
-    for name, stored in side.tensors.items():
-        if name not in paired:
-            absent.append(StoredName(name, stored.shape))
-    return tuple(absent)
+    return tuple(StoredName(name, stored.shape) for name, stored in side.tensors.items() if name not in paired)
 
 
 def _notes(files: TwoFiles, diffs: Sequence[AttentionDiff]) -> Iterator[str]:
@@ -113,23 +96,14 @@ def _notes(files: TwoFiles, diffs: Sequence[AttentionDiff]) -> Iterator[str]:
         )
 
 
-def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files: TwoFiles) -> list[TensorPair]:
-    """Return pairs of tensors with the orders of their rows, and with the pairs that only these show."""
-    remaining: dict[tuple[str, str], Reordered] = {}
-    for tensors in orders:
-        for name in tensors.names:
-            remaining[name, tensors.right_name] = tensors
-    with_orders = []
+def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files: TwoFiles) -> Iterator[TensorPair]:
+    """Yield pairs of tensors with the orders of their rows, and with the pairs that only these show."""
+    remaining = {(name, tensors.right_name): tensors for tensors in orders for name in tensors.names}
     for pair in pairs:
-        tensors_of_pair = remaining.pop((pair.name, pair.right_name), None)
-        if tensors_of_pair is None:
-            with_orders.append(pair)
-        else:
-            with_orders.append(_with_order(pair, tensors_of_pair))
-    for (name, right_name), tensors in remaining.items():
-        pair = pair_of_other_shape(files, name, right_name)
-        with_orders.append(_with_order(pair, tensors))
-    return with_orders
+        tensors = remaining.pop((pair.name, pair.right_name), None)
+        yield pair if tensors is None else _with_order(pair, tensors)
+    for names, tensors in remaining.items():
+        yield _with_order(pair_of_other_shape(files, *names), tensors)
 
 
 def _with_order(pair: TensorPair, tensors: Reordered) -> TensorPair:
@@ -150,13 +124,7 @@ def _with_order(pair: TensorPair, tensors: Reordered) -> TensorPair:
 
 def _with_exchange(pair: TensorPair, exchanges: Iterable[Exchange]) -> TensorPair:
     """Return a pair of tensors that differ, with the exchange of the parts that they have."""
-    if pair.verdict != "differs":
-        return pair
-    for exchange in exchanges:
-        if pair.name not in exchange.left_names or pair.right_name not in exchange.right_names:
-            continue
-        note = exchange.words()
-        if pair.note:
-            note = f"{pair.note}, {note}"
-        return replace(pair, note=note)
+    for exchange in exchanges if pair.verdict == "differs" else ():
+        if pair.name in exchange.left_names and pair.right_name in exchange.right_names:
+            return replace(pair, note=f"{pair.note}, {exchange.words()}".removeprefix(", "))
     return pair

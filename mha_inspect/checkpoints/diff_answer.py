@@ -50,12 +50,8 @@ def _has_same_bits(report: CheckpointDiffReport) -> bool:
 
 def _counts(pairs: Sequence[TensorPair]) -> list[str]:
     """Return how many tensors have each verdict: `3 the same bit for bit`, `1 different`."""
-    verdicts = Counter[TensorVerdict]()
-    rounded: set[str] = set()
-    for pair in pairs:
-        verdicts[pair.verdict] += 1
-        if pair.verdict == "same within rounding":
-            rounded |= {pair.left_dtype, pair.right_dtype}
+    verdicts = Counter(pair.verdict for pair in pairs)
+    rounded = {dtype for pair in pairs if pair.verdict == "same within rounding" for dtype in _dtypes(pair)}
     words: dict[TensorVerdict, str] = {
         "same bits": "the same bit for bit",
         "same within rounding": f"the same within the rounding of {listed(sorted(rounded))}",
@@ -63,11 +59,11 @@ def _counts(pairs: Sequence[TensorPair]) -> list[str]:
         "differs": "different",
         "other shape": "of another shape",
     }
-    counts = []
-    for verdict, text in words.items():
-        if verdict in verdicts:
-            counts.append(f"{verdicts[verdict]:,} {text}")
-    return counts
+    return [f"{verdicts[verdict]:,} {text}" for verdict, text in words.items() if verdict in verdicts]
+
+
+def _dtypes(pair: TensorPair) -> set[str]:
+    return {pair.left_dtype, pair.right_dtype}
 
 
 def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
@@ -85,16 +81,10 @@ def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
 
 def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     """Return the notes on the tensors that several tensors of the other side are paired with, each once."""
-    on_left = Counter[str]()
-    on_right = Counter[str]()
-    for pair in pairs:
-        on_left[pair.name] += 1
-        on_right[pair.right_name] += 1
-    notes: dict[str, None] = {}
-    for pair in pairs:
-        if on_left[pair.name] > 1 or on_right[pair.right_name] > 1:
-            notes[pair.note] = None
-    return list(notes)
+    on_left = Counter(pair.name for pair in pairs)
+    on_right = Counter(pair.right_name for pair in pairs)
+    packed = [pair for pair in pairs if on_left[pair.name] > 1 or on_right[pair.right_name] > 1]
+    return list(dict.fromkeys(pair.note for pair in packed))
 
 
 def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:
@@ -130,15 +120,9 @@ class _ChangedHead:
 
 def _changed_matrices(parts: Sequence[PartPair], exchanges: Sequence[Exchange]) -> list[PartPair]:
     """Return the matrices that were compared by head, without exchanged ones."""
-    exchanged: set[tuple[str, str]] = set()
-    for exchange in exchanges:
-        exchanged.update((exchange.module, part) for part in exchange.parts)
-    matrices = []
-    for part in parts:
-        is_matrix = part.part.startswith("W")
-        if is_matrix and part.differences and (part.left, part.part) not in exchanged:
-            matrices.append(part)
-    return matrices
+    exchanged = {(exchange.module, part) for exchange in exchanges for part in exchange.parts}
+    matrices = [part for part in parts if part.part.startswith("W") and part.differences]
+    return [part for part in matrices if (part.left, part.part) not in exchanged]
 
 
 def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
@@ -151,25 +135,16 @@ def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:
     heads.sort(key=lambda head: head.change, reverse=True)
     most = [head.words() for head in heads[:_NAMED]]
     yield f"Heads that changed most, relative to the left norm: {', '.join(most)}."
-    matrices_by_module: dict[str, list[PartPair]] = {head.part.left: [] for head in heads}
-    if len(matrices_by_module) > _NAMED:
-        return
-    for matrix in matrices:
-        if matrix.left in matrices_by_module:
-            matrices_by_module[matrix.left].append(matrix)
-    for module, matrices_of_module in matrices_by_module.items():
-        few = _few_changed(matrices_of_module)
+    modules = dict.fromkeys(head.part.left for head in heads)
+    for module in modules if len(modules) <= _NAMED else ():
+        few = _few_changed([matrix for matrix in matrices if matrix.left == module])
         if few:
             yield f"In {shown(module) or 'the file'} only {listed(few)} changed."
 
 
 def _changed_heads(matrix: PartPair) -> list[_ChangedHead]:
     """Return the heads of a matrix that differ."""
-    heads = []
-    for head, change in enumerate(matrix.differences):
-        if change > 0:
-            heads.append(_ChangedHead(matrix, head, change))
-    return heads
+    return [_ChangedHead(matrix, head, change) for head, change in enumerate(matrix.differences) if change > 0]
 
 
 def _few_changed(matrices: Sequence[PartPair]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from ..naming.parameter_words import ParameterRole
     from ..naming.projection import Projection
 
-_MATRICES = ("W_q", "W_k", "W_v", "W_o")
-_BIASES = ("b_q", "b_k", "b_v")
+_MATRICES = {"W_q", "W_k", "W_v", "W_o"}
+_BY_HEAD = _MATRICES | {"b_q", "b_k", "b_v"}
 Shape = tuple[int, ...]
 
 
@@ -49,42 +50,19 @@ def pruned_in(
         expected: the shape of each parameter of the module.
         stored: the shape that the file has instead, of those parameters that have another there.
     """
-    shapes = {projection.part: projection.shape for projection in projections}
-    if not shapes.keys() >= set(_MATRICES):
+    by_head = {projection.part: projection for projection in projections if projection.part in _BY_HEAD}
+    if not by_head.keys() >= _MATRICES:
         return None
-    tensors = _tensor_of_each_part(projections)
-    if tensors is None:
+    names = [name for projection in by_head.values() for name in projection.parameters]
+    if len(set(names)) < len(by_head) or len(names) > len(by_head):
+        return None  # several parts in one tensor, or a part in several
+    heads, head_dim, *_ = by_head["W_q"].shape
+    counts = {_kept(name, roles, expected, stored) for name in names}
+    counts_of_module = {projection.shape[0] for projection in by_head.values()}
+    kept = counts.pop()
+    if counts or counts_of_module != {heads} or not 0 < kept < heads:
         return None
-    heads = shapes["W_q"][0]
-    kept = _kept(tensors["W_q"], roles, expected, stored)
-    if not 0 < kept < heads:
-        return None
-    for part, name in tensors.items():
-        if shapes[part][0] != heads:
-            return None
-        if _kept(name, roles, expected, stored) != kept:
-            return None
-    return Pruned(
-        module=module,
-        parameters=tuple(tensors.values()),
-        kept=kept,
-        heads=heads,
-        head_dim=shapes["W_q"][1],
-    )
-
-
-def _tensor_of_each_part(projections: list[Projection]) -> dict[str, str] | None:
-    """Return the parameter of each matrix and bias by head; None unless each is a parameter of its own."""
-    tensors = {}
-    for projection in projections:
-        if projection.part not in _MATRICES and projection.part not in _BIASES:
-            continue
-        if len(projection.parameters) != 1:
-            return None
-        tensors[projection.part] = projection.parameters[0]
-    if len(set(tensors.values())) < len(tensors):
-        return None
-    return tensors
+    return Pruned(module, tuple(names), kept, heads, head_dim)
 
 
 def _kept(
@@ -94,62 +72,36 @@ def _kept(
     stored: Mapping[str, Shape],
 ) -> int:
     """Return the number of heads that a tensor of a file has; 0 if its shape is not that of some heads."""
-    if name not in stored or name not in roles:
+    if name not in stored or name not in roles or len(roles[name].heads) < 2:
         return 0
     pieces = roles[name].heads
-    if len(pieces) < 2:
-        return 0
-    whole = expected[name]
-    shape = stored[name]
+    whole, shape = expected[name], stored[name]
     # With the same rows for all heads, these are columns: as in W_o.
-    are_columns = len({piece.rows for piece in pieces}) == 1
-    axis = int(are_columns)
-    if len(shape) != len(whole) or not _differs_only_in(axis, shape, whole):
-        return 0
+    axis = int(len({piece.rows for piece in pieces}) == 1)
     width, rest = divmod(whole[axis], len(pieces))
-    if rest or not width:
+    if rest or not width or len(shape) != len(whole):
         return 0
     kept, rest = divmod(shape[axis], width)
-    if rest:
-        return 0
-    return kept
-
-
-def _differs_only_in(axis: int, shape: Shape, whole: Shape) -> bool:
-    """Return whether two shapes have the same sizes in all other dimensions."""
-    return shape[:axis] == whole[:axis] and shape[axis + 1 :] == whole[axis + 1 :]
+    others_agree = shape[:axis] == whole[:axis] and shape[axis + 1 :] == whole[axis + 1 :]
+    return kept if others_agree and not rest else 0
 
 
 def with_kept_heads(role: ParameterRole, pruned: Pruned) -> ParameterRole:
     """Return the role of a tensor in the file: without the heads that it lacks."""
-    heads = tuple(piece for piece in role.heads if piece.head < pruned.kept)
-    return replace(role, heads=heads)
-
-
-@dataclass(frozen=True)
-class _Pruning:
-    """Numbers of heads that several attentions share."""
-
-    kept: int
-    heads: int
-    head_dim: int
+    return replace(role, heads=tuple(piece for piece in role.heads if piece.head < pruned.kept))
 
 
 def pruned_notes(attentions: list[Pruned], label: str) -> Iterator[str]:
     """Yield a sentence for each number of heads that are left, with the attentions."""
-    paths_by_pruning: dict[_Pruning, list[str]] = {}
+    paths: dict[tuple[int, int, int], dict[str, None]] = defaultdict(dict)
     for attention in attentions:
-        pruning = _Pruning(attention.kept, attention.heads, attention.head_dim)
-        paths = paths_by_pruning.setdefault(pruning, [])
-        if attention.module and attention.module not in paths:
-            paths.append(attention.module)
-    for pruning, paths in paths_by_pruning.items():
-        where = ""
-        if paths:
-            where = f" in {first_few(list(map(shown, paths)), 3)}"
-        kept = plural(pruning.kept, "head")
+        alike = paths[attention.kept, attention.heads, attention.head_dim]
+        if attention.module:
+            alike[shown(attention.module)] = None
+    for (kept, heads, head_dim), modules in paths.items():
+        where = f" in {first_few([*modules], 3)}" if modules else ""
         yield (
-            f"The file has {kept} of {pruning.head_dim} features{where} where {label} has {pruning.heads}: "
+            f"The file has {plural(kept, 'head')} of {head_dim} features{where} where {label} has {heads}: "
             "heads were pruned. Prune the same heads of the module before loading, in transformers by "
             "config.pruned_heads."
         )

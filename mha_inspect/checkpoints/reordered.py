@@ -72,41 +72,27 @@ def _singles(part: str) -> list[str]:
 
 
 def _reordered(
-    names: tuple[str, ...],
-    right_name: str,
-    part: str,
-    pair: AttentionPair,
-    files: TwoFiles,
+    names: tuple[str, ...], right_name: str, part: str, pair: AttentionPair, files: TwoFiles
 ) -> Iterator[Reordered]:
     """Yield how a tensor of the right is a tensor of the left, or several one after the other, in another order.
 
-    Nothing if it is not, or is only transposed.
+    Nothing if it is not, or is only transposed. A right tensor with more rows may have those of the left in it.
     """
-    left = _together([files.left.read(name) for name in names])
-    if left is None:
+    tensors = [files.left.read(name) for name in names]
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
         return
-    right = files.right.read(right_name)
-    from_left = explain(left, right, _sizes(pair.left, pair.right, part))
-    if from_left is not None:
-        if _changes_order(from_left) or left.numel() != right.numel():
-            order = _described(from_left, left, right, swapped=False)
-            yield Reordered(names, right_name, part, order, _is_usual(from_left))
+    left, right = torch.cat(tensors) if len(tensors) > 1 else tensors[0], files.right.read(right_name)
+    found = explain(left, right, _sizes(pair.left, pair.right, part))
+    swapped = found is None and left.numel() < right.numel()
+    if swapped:
+        left, right = right, left
+        found = explain(left, right, _sizes(pair.right, pair.left, part))
+    if found is None:
         return
-    if left.numel() < right.numel():
-        from_right = explain(right, left, _sizes(pair.right, pair.left, part))
-        if from_right is not None:
-            order = _described(from_right, right, left, swapped=True)
-            yield Reordered(names, right_name, part, order, _is_usual(from_right))
-
-
-def _together(tensors: list[Tensor]) -> Tensor | None:
-    """Return tensors one after the other, `(part rows) columns`; None if they differ in their columns."""
-    if len(tensors) == 1:
-        return tensors[0]
-    for tensor in tensors:
-        if tensor.shape[1:] != tensors[0].shape[1:]:
-            return None
-    return torch.cat(tensors)
+    changes_order = found.order != tuple(range(len(found.order)))
+    if changes_order or left.numel() != right.numel():
+        is_usual = any(named.is_usual for named in found.names)
+        yield Reordered(names, right_name, part, _described(found, left, right, swapped=swapped), is_usual)
 
 
 def _sizes(attention: NamedAttention, beside: NamedAttention, part: str) -> dict[str, int]:
@@ -123,15 +109,6 @@ def _sizes(attention: NamedAttention, beside: NamedAttention, part: str) -> dict
         "head_dim": stored.head_dim,
         "parts": max(1, len(_singles(part))),
     }
-
-
-def _changes_order(reordering: Reordering) -> bool:
-    """Return whether any row gets another place: not if the tensor is only transposed."""
-    return reordering.order != tuple(range(len(reordering.order)))
-
-
-def _is_usual(reordering: Reordering) -> bool:
-    return any(named.is_usual for named in reordering.names)
 
 
 def _described(reordering: Reordering, left: Tensor, right: Tensor, *, swapped: bool) -> RowOrder:

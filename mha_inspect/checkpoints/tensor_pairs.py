@@ -85,9 +85,9 @@ def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
         return replace(pair, verdict="differs", note="complex numbers")
     left, right = files.left.read(name), files.right.read(right_name)
     if is_turned:
-        return _as_transposed(pair) if _is_same_transposed(left, right) else pair
+        return _as_transposed(pair) if is_same(left.T, right) else pair
     difference = distance(left, right)
-    if difference.verdict == "differs" and _is_same_transposed(left, right):
+    if difference.verdict == "differs" and left.dim() == 2 and is_same(left.T, right):
         return _as_transposed(pair)
     return replace(
         pair,
@@ -101,13 +101,13 @@ def _as_transposed(pair: TensorPair) -> TensorPair:
     return replace(pair, verdict="same, permuted", note="transposed")
 
 
-def _is_same_transposed(left: Tensor, right: Tensor) -> bool:
-    """Return whether a matrix is the transpose of another; its first row is compared before the rest."""
-    if left.dim() != 2 or left.shape != right.shape[::-1]:
+def is_same(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have the same numbers; most that differ do so in their first row."""
+    if left.shape != right.shape:
         return False
-    if distance(left[0], right[:, 0].contiguous()).verdict not in SAME:
+    if distance(left[:1].contiguous(), right[:1].contiguous()).verdict not in SAME:
         return False
-    return distance(left.T.contiguous(), right).verdict in SAME
+    return distance(left.contiguous(), right.contiguous()).verdict in SAME
 
 
 # -- other names ------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _same_under_another_name(files: TwoFiles, name: str, candidates: Mapping[str
     for right_name, right_first in candidates.items():
         if is_constant and _end_of(name) != _end_of(right_name):
             continue
-        if distance(first, right_first).verdict in SAME:
+        if is_same(first, right_first):
             pair = tensor_pair(files, name, right_name)
             if pair.verdict in SAME:
                 return pair

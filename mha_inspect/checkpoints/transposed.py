@@ -7,7 +7,8 @@ its kind of module are. Example: `h.0.attn.c_proj` beside `h.0.attn.c_attn` and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shape = tuple[int, ...]
-Verdict = Literal["as expected", "transposed", "ambiguous", "square"]
+Verdict = Literal["as expected", "transposed", "ambiguous", "square", "other"]
 """How a matrix lies in a file. Ambiguous: its shape is transposed, and another layer's matrix would fit there."""
 
 
@@ -38,21 +39,29 @@ class _Matrix:
     """The weight of a projection, in a file and in a module."""
 
     name: str
-    owner: str
-    """The path of the projection in the module."""
+    block: str
+    """The path of its layer: `h.0` of `h.0.attn.c_proj`; empty without a number."""
     kind: type
     """The class of the projection; nn.Linear for classes derived from it."""
     stored: Shape
     expected: Shape
-    bias: Shape | None
-    """The shape of the bias in the file; None without one."""
-    expected_bias: Shape | None
-    """The shape of the bias in the module; None without one."""
+    bias_fits: bool | None
+    """Whether the bias has its shape in the module; None without one on either side."""
 
-    @property
-    def is_reversed(self) -> bool:
-        """Whether its shape in the file is the reverse of another shape in the module."""
-        return is_transposed(self.stored, self.expected)
+    def verdict(self, block: Sequence[_Matrix]) -> Verdict:
+        """Return how it lies in the file, beside the matrices of its block."""
+        if self.stored == self.expected:
+            return "square" if self.expected[0] == self.expected[1] else "as expected"
+        if not is_transposed(self.stored, self.expected):
+            return "other"
+        if self.bias_fits is not None:
+            # With other features the layer would have another bias.
+            return "transposed" if self.bias_fits else "other"
+        # The names of two layers may be exchanged: w2 and w3 of a gated feed-forward.
+        for near in block:
+            if is_transposed(near.stored, near.expected) and near.stored == self.expected:
+                return "ambiguous"
+        return "transposed"
 
 
 def is_transposed(left: Shape, right: Shape) -> bool:
@@ -70,60 +79,31 @@ def find_transposed(
 
     `expected` has the shapes in the module. `names` maps names in the file to names in the module.
     """
-    matrices = list(_matrices(module, expected, tensors, names))
-    blocks: dict[tuple[str, type], list[_Matrix]] = {}
-    for matrix in matrices:
-        blocks.setdefault((_block(matrix, matrices), matrix.kind), []).append(matrix)
-    transposed: set[str] = set()
-    unknown: set[str] = set()
-    kinds: set[type] = set()
-    for (path, kind), block in blocks.items():
-        around = _around(path, kind, matrices)
-        of_transposed = _verdicts_of_transposed(around)
-        if not of_transposed:
-            continue
-        for matrix in block:
-            verdict = _verdict(matrix, around)
-            if verdict in of_transposed:
-                transposed.add(matrix.name)
-                kinds.add(kind)
-            elif verdict == "square":
-                unknown.add(matrix.name)
     from torch import nn
 
+    blocks: dict[tuple[str, type], list[_Matrix]] = defaultdict(list)
+    for matrix in _matrices(module, expected, tensors, names):
+        blocks[matrix.block, matrix.kind].append(matrix)
+    transposed: list[_Matrix] = []
+    unknown: list[_Matrix] = []
+    for block in blocks.values():
+        verdicts = {matrix.name: matrix.verdict(block) for matrix in block}
+        if "transposed" not in verdicts.values():
+            continue
+        # Where no matrix is as expected, one that fits both ways is like the rest.
+        is_mixed = "as expected" in verdicts.values()
+        of_transposed = ("transposed",) if is_mixed else ("transposed", "square", "ambiguous")
+        transposed += [matrix for matrix in block if verdicts[matrix.name] in of_transposed]
+        unknown += [matrix for matrix in block if is_mixed and verdicts[matrix.name] == "square"]
     return Transposed(
         names=_in_order(transposed, tensors),
         unknown=_in_order(unknown, tensors),
-        of_linear=kinds <= {nn.Linear},
+        of_linear={matrix.kind for matrix in transposed} <= {nn.Linear},
     )
 
 
-def _around(path: str, kind: type, matrices: list[_Matrix]) -> list[_Matrix]:
-    """Return the matrices of a kind inside a path.
-
-    Without numbers in the paths, the block of one matrix may contain the block of another.
-    """
-    around = []
-    for matrix in matrices:
-        if matrix.kind is kind and _is_inside(matrix, path):
-            around.append(matrix)
-    return around
-
-
-def _verdicts_of_transposed(block: list[_Matrix]) -> tuple[Verdict, ...]:
-    """Return the verdicts with which a matrix of a block is transposed; empty if none of the block surely is.
-
-    Where no matrix is as expected, one that fits both ways is like the rest.
-    """
-    verdicts = {_verdict(matrix, block) for matrix in block}
-    if "transposed" not in verdicts:
-        return ()
-    if "as expected" in verdicts:
-        return ("transposed",)
-    return "transposed", "square", "ambiguous"
-
-
-def _in_order(names: Collection[str], tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+def _in_order(matrices: Sequence[_Matrix], tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    names = {matrix.name for matrix in matrices}
     return tuple(name for name in tensors if name in names)
 
 
@@ -140,15 +120,10 @@ def _matrices(
         if kind is None:
             continue
         bias = f"{in_module.removesuffix('weight')}bias"
-        yield _Matrix(
-            name=name,
-            owner=owner,
-            kind=kind,
-            stored=tensors[name].shape,
-            expected=expected[in_module],
-            bias=tensors[in_file[bias]].shape if bias in in_file else None,
-            expected_bias=expected.get(bias),
-        )
+        bias_fits = None
+        if bias in in_file and bias in expected:
+            bias_fits = tensors[in_file[bias]].shape == expected[bias]
+        yield _Matrix(name, _block(owner), kind, tensors[name].shape, expected[in_module], bias_fits)
 
 
 def _kind(module: nn.Module, path: str) -> type | None:
@@ -164,39 +139,10 @@ def _kind(module: nn.Module, path: str) -> type | None:
     return nn.Linear if isinstance(projection, nn.Linear) else type(projection)
 
 
-def _block(matrix: _Matrix, matrices: list[_Matrix]) -> str:
-    """Return the path of the layer that a matrix belongs to: `h.0` for `h.0.attn.c_proj`.
-
-    Without a number in the path, it is the nearest module with a matrix that is not square.
-    """
-    pieces = matrix.owner.split(".")
+def _block(owner: str) -> str:
+    """Return the path of the layer of a projection: `h.0` for `h.0.attn.c_proj`; empty without a number."""
+    pieces = owner.split(".")
     for place, piece in enumerate(pieces[:-1]):
         if piece.isdigit():
             return ".".join(pieces[: place + 1])
-    for length in range(len(pieces) - 1, 0, -1):
-        path = ".".join(pieces[:length])
-        if any(_is_evidence(near) and _is_inside(near, path) for near in matrices):
-            return path
     return ""
-
-
-def _is_inside(matrix: _Matrix, path: str) -> bool:
-    return not path or matrix.owner.startswith(f"{path}.")
-
-
-def _is_evidence(matrix: _Matrix) -> bool:
-    return matrix.expected[0] != matrix.expected[1]
-
-
-def _verdict(matrix: _Matrix, block: list[_Matrix]) -> Verdict | None:
-    """Return how a matrix lies in the file; None if its sizes are other ones."""
-    if matrix.stored == matrix.expected:
-        return "as expected" if _is_evidence(matrix) else "square"
-    if not matrix.is_reversed:
-        return None
-    if matrix.bias is not None and matrix.expected_bias is not None:
-        # With other features the layer would have another bias.
-        return "transposed" if matrix.bias == matrix.expected_bias else None
-    # The names of two layers may be exchanged: w2 and w3 of a gated feed-forward.
-    may_be_exchanged = any(near.is_reversed and near.stored == matrix.expected for near in block)
-    return "ambiguous" if may_be_exchanged else "transposed"

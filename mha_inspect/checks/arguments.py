@@ -152,25 +152,6 @@ class Arguments:
                 named[name] = self.values.get(name, parameter.default)
         return named
 
-    def starts_at_zero(self) -> bool:
-        """Return whether an argument says that the first token has position 0."""
-        return any(int(torch.as_tensor(value).min()) == 0 for value in self.positions().values())
-
-    def from_start(self, source: Source, length: int) -> dict[str, Any]:
-        """Return changes for a call without a past: with other tokens, `length` of them, at the first positions."""
-        changes: dict[str, Any] = {}
-        for name in CACHES:
-            if name in self.values:
-                changes[name] = None
-        for name, value in self.positions().items():
-            changes[name] = _first_positions(value, source.length, length)
-        axis = source.positions or 0
-        repeats = length // source.length + 1
-        tokens = torch.cat([source.value] * repeats, axis).narrow(axis, 0, length)
-        longer = Source(source.names, tokens, source.batch, axis)
-        changes |= longer.others(slice(0, length), row=slice(None))
-        return changes
-
     def uncut(self, source: Source) -> list[str]:
         """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
         pieces = self.piece(source, 0, 1, by_item=())
@@ -291,9 +272,9 @@ class Source:
         changed = value.clone()
         if value.is_floating_point():
             spread = float(value.float().std()) or 1.0
-            changed[index] = _random_numbers(value[index], spread, by)
+            changed[index] = random_numbers(value[index], spread, by)
         else:
-            changed[index] = _exchanged_ids(value[index], torch.unique(value))
+            changed[index] = exchanged_ids(value[index], torch.unique(value))
         return dict.fromkeys(self.names, changed)
 
     def _corner(self) -> tuple[Any, ...]:
@@ -302,13 +283,13 @@ class Source:
         return corner[: self.value.dim()]
 
 
-def _random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
+def random_numbers(like: Tensor, spread: float, by: float) -> Tensor:
     """Return random numbers of `by` times a spread in the form of a tensor, the same ones in every call."""
     draw = torch.Generator().manual_seed(1729)
     return (torch.randn(like.shape, generator=draw) * spread * by).to(like)
 
 
-def _exchanged_ids(ids: Tensor, vocabulary: Tensor) -> Tensor:
+def exchanged_ids(ids: Tensor, vocabulary: Tensor) -> Tensor:
     """Return another id of a vocabulary for each of these, the same ones in every call."""
     if len(vocabulary) < 2:
         vocabulary = torch.cat([vocabulary, vocabulary - 1])
@@ -389,13 +370,6 @@ def _axes_of(
 
 def _is_no_target(source: Source) -> bool:
     return not any(_OF_TARGET.match(name) for name in source.names)
-
-
-def _first_positions(value: Any, before: int, length: int) -> Any:
-    """Return the first positions in the form of others, which are for `before` tokens, or for the first of them."""
-    if isinstance(value, Tensor) and value.shape[-1:] == (before,):
-        return torch.arange(length).to(value).expand(*value.shape[:-1], -1).clone()
-    return value * 0
 
 
 def masks_by_item(run: NamedRun) -> frozenset[str]:

@@ -72,13 +72,6 @@ class Loop:
             return not any(self.changed(places).any() for places in ways)
         return False
 
-    def runs(self, places: list[int]) -> bool:
-        """Return whether the calls run."""
-        with suppress(NotPossibleError):
-            self.output(places)
-            return True
-        return False
-
     def _stepwise(self, places: list[int], positions: str | None) -> Tensor:
         outputs, past = [], None
         for start, stop in pairwise(places):
@@ -96,20 +89,6 @@ class Loop:
             with suppress(NotPossibleError):
                 return self._recorded(places, positions, position)
         return None
-
-    def failing(self, places: list[int]) -> tuple[int, int, dict[str, Any]]:
-        """Return the first call that raises: where its tokens begin and end, and its arguments.
-
-        Raises `NotPossibleError` if none does.
-        """
-        past = None
-        for start, stop in pairwise(places):
-            changes = self._changes(start, stop, self._ways_to_advance()[0], past)
-            try:
-                past = self._past(self.evidence.returned(changes, go_on=start > 0))
-            except RaisedError:
-                return start, stop, changes
-        raise NotPossibleError("no call raises")
 
     def keys_of(self, start: int, stop: int, changes: dict[str, Any]) -> int | None:
         """Return how many of the last tokens a mask must have for a call to run; None if no number is found."""

@@ -12,7 +12,7 @@ def against_causal(sight: SeenKeys, window: int | None) -> Finding | None:
     """Return a finding if the attention is not causal, within a window if one is given; else None."""
     if sight.queries > sight.keys or not bool(sight.pairs.any()):
         return None
-    if sight.over:
+    if sight.over_heads:
         return _laid_over(sight)
     if sight.is_top_left:
         return _aligned_top_left(sight)
@@ -34,8 +34,8 @@ def against_causal(sight: SeenKeys, window: int | None) -> Finding | None:
 def _laid_over(sight: SeenKeys) -> Finding:
     return sight.finding(
         "causal",
-        f"The causal mask is applied along the {sight.over} instead of the queries.",
-        f"All queries see the same keys, while the {sight.over} see different keys.",
+        "The causal mask is applied along the heads instead of the queries.",
+        "All queries see the same keys, while the heads see different keys.",
         "Give it the axes of the scores: mask[None, None, :, :] for batch heads query key.",
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -24,119 +23,21 @@ from ..reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedChec
 from ..running.subject import Run, State, Subject
 from ..text import first_few, plural
 from .arguments import Arguments, require_apart
-from .batch_items import batch
-from .cache import cache
-from .causal import causal
-from .equals import unlike_masks, unlike_rotations, unlike_scales
-from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
-from .finite import finite
-from .grouped_heads import grouped
+from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
-from .ladders import ladder_facts, slopes_off, slopes_upside_down
+from .ladders import ladder_facts
 from .lookalikes import found_instead
 from .masked_runs import mask_facts
-from .masking import masking
-from .mixing import mixing
-from .newest import without_newest
-from .one_position import one_position
-from .padding import padding
-from .parameters import parameters
-from .repeated_keys import repeated_keys
-from .rotary import rotary
-from .same import draws, reference, repeat, training
-from .scores import lone_softmaxes, scale, scale_words, softmax
-from .slots import has_lost_tokens
-from .split_heads import heads
-from .window import window
-from .written_inputs import inputs
+from .registry import Rule, all_rules
+from .rules.scale import scale_words
+from .rules.softmax import lone_softmaxes
+from .same import draws
 
 _Result = Finding | PassedCheck | SkippedCheck
 
 
-@dataclass(frozen=True)
-class Check:
-    """A function that searches the evidence for faults; `CHECKS` says what is true if it finds none."""
-
-    find: Callable[[Evidence], Iterator[Finding | SkippedCheck] | Iterator[Finding]]
-    """Yields findings; raises `NotPossibleError` with the reason if the check cannot be decided."""
-    runs: bool = False
-    """Whether the check runs the module again."""
-    on_meta: str = ""
-    """What is true if the check passes on meta; empty if the check needs numbers."""
-    follows: tuple[str, ...] = ()
-    """Checks whose findings explain the findings of this check: it is skipped until they pass."""
-    confirm: str = ""
-    """The option that confirms or dismisses a finding that is not sure; empty: --skip with the name."""
-    by_position: bool = False
-    """Whether the check relies on one token per position."""
-
-
-def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults in what is added to the scores: masks, and slopes by distance."""
-    faults = [*masking(evidence), *slopes_off(evidence), *slopes_upside_down(evidence)]
-    if not faults:  # a layer with a fault is unlike the others
-        faults = list(unlike_masks(evidence))
-    yield from faults
-    is_any_masked = any(attention.masks for attention, _ in evidence.run.attentions)
-    # A function of each score alone, e.g. relu, gives zeros without a mask.
-    has_zeros = any(sight.has_zeros and not sight.attention.weighing for sight in evidence.sights)
-    if not faults and not is_any_masked and not has_zeros:
-        raise NotPossibleError("nothing is added to the scores, and no weight is set to zero", "none here")
-
-
-def _rotations(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults of rotations, and a layer that rotates otherwise than its equals."""
-    yield from unlike_rotations(evidence)
-    yield from rotary(evidence)
-
-
-def _scales(evidence: Evidence) -> Iterator[Finding]:
-    """Yield layers that are scaled otherwise than their equals, then a scale that is not as declared."""
-    yield from unlike_scales(evidence)
-    yield from scale(evidence)
-
-
-def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults in how query heads share key heads: keys that were repeated in their place, then a wrong order."""
-    repeated = list(repeated_keys(evidence))
-    yield from repeated
-    with suppress(NotPossibleError) if repeated else nullcontext():
-        yield from grouped(evidence)
-
-
-def _mixing_and_order(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults in what tokens do to each other, and a row of a table that all tokens share."""
-    yield from one_position(evidence)
-    yield from mixing(evidence)
-
-
-_CHECKS = {
-    "inputs": Check(inputs),
-    "heads": Check(heads),
-    "softmax": Check(softmax),
-    "masking": Check(_masks_and_slopes),
-    "finite": Check(finite, follows=("softmax",)),
-    "grouped": Check(_shared_heads),
-    "rotary": Check(_rotations, by_position=True),
-    "batch": Check(batch, runs=True, follows=("heads", "softmax"), confirm="--batch-axis 0 or 1"),
-    "mixing": Check(
-        _mixing_and_order,
-        runs=True,
-        follows=("heads", "softmax", "masking", "batch", "finite"),
-        by_position=True,
-    ),
-    "parameters": Check(parameters, on_meta="every projection is used once"),
-    "repeat": Check(repeat, runs=True, follows=("finite",)),
-    "training": Check(training, runs=True, follows=("finite",)),
-    "causal": Check(causal, follows=("softmax", "masking"), confirm="--causal", by_position=True),
-    "window": Check(window, follows=("softmax", "masking", "causal"), confirm="--window N", by_position=True),
-    "padding": Check(padding, runs=True, confirm="--mask NAME=keep", by_position=True),
-    "cache": Check(cache, runs=True, follows=OF_OUTPUTS, by_position=True),
-    "scale": Check(_scales, on_meta=CHECKS["scale"], confirm="--scale sqrt_head_dim"),
-    "reference": Check(reference),
-}
-"""In the order of `CHECKS`."""
-_OF_ONE_RUN = tuple(name for name, entry in _CHECKS.items() if not entry.runs and name not in ("inputs", "reference"))
+_RULES = all_rules()
+_OF_ONE_RUN = tuple(name for name, entry in _RULES.items() if not entry.runs and name not in ("inputs", "reference"))
 """The checks of a run that has been made. Whether it wrote into its inputs, copies from before it would show."""
 
 
@@ -193,42 +94,33 @@ def check(
         passed=tuple(passed),
         left_out=tuple(skipped),
         runs=runner.runs,
-        notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),
+        notes=(*subject.notes, *unlike_dot(evidence.run), *_instead(evidence), *evidence.notes),
     )
 
 
 def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
-    """Return the results of these checks in order, a fault that several report once."""
-    if not evidence.run.attentions:
-        return _of_lone_softmaxes(evidence, names)
+    """Return the results of these checks in order, a fault that several report once.
+
+    Without attention the laws of outputs are checked alone. Raises `InputError` if none of them can be.
+    """
     results: list[_Result] = []
+    if not evidence.run.attentions:
+        results += lone_softmaxes(evidence)
     for name in names:
-        results_of_check = list(_results(evidence, name, _CHECKS[name]))
+        results_of_check = list(_results(evidence, name, _RULES[name]))
         for result in results_of_check:
             # A check may report a fault of another one, which may have reported it already.
             if result.check == name or result.check not in evidence.failed:
                 results.append(result)
         evidence.failed.update(_failed(results_of_check))
-    return results
-
-
-def _of_lone_softmaxes(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
-    """Return the faults of softmaxes without an attention, and every check as skipped.
-
-    Raises `InputError` if there is no such fault.
-    """
-    results: list[_Result] = list(lone_softmaxes(evidence))
-    if not results:
+    if not evidence.run.attentions and all(isinstance(result, SkippedCheck) for result in results):
         raise InputError(_no_attention(evidence))
-    for name in names:
-        results.append(SkippedCheck(name, "no attention found around this softmax"))
     return results
 
 
 def _sure_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings in the order of the checks, the sure ones first."""
-    order = list(CHECKS)
-    return sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))
+    return sorted(findings, key=lambda finding: (not finding.sure, CHECKS.index(finding.check)))
 
 
 def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
@@ -263,12 +155,10 @@ def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
         return list(lone_softmaxes(evidence))
     findings = list[Finding]()
     for name in _OF_ONE_RUN:
-        results = list(_results(evidence, name, _CHECKS[name]))
+        results = list(_results(evidence, name, _RULES[name]))
         findings += [result for result in results if isinstance(result, Finding)]
         evidence.failed.update(_failed(results))
     findings += _drops_in_eval(evidence)
-    with suppress(NotPossibleError):  # without tokens, there is no newest one
-        findings += without_newest(evidence)
     return _sure_first(findings)
 
 
@@ -305,7 +195,7 @@ def _with_way(finding: Finding) -> Finding:
     """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it, if one does."""
     if finding.sure or finding.confirm:
         return finding
-    return replace(finding, confirm=_CHECKS[finding.check].confirm)
+    return replace(finding, confirm=_RULES[finding.check].confirm)
 
 
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:
@@ -324,7 +214,7 @@ def _failed(results: Iterable[object]) -> set[str]:
     return {result.check for result in results if isinstance(result, Finding) and result.sure}
 
 
-def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
+def _results(evidence: Evidence, name: str, entry: Rule) -> Iterator[_Result]:
     """Run one check: yield its findings, or that it passed, or why it was skipped."""
     skipped = _skipped_at_once(evidence, name, entry)
     if skipped is not None:
@@ -333,7 +223,7 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     evidence.runner.tick(name)
     passed = True
     try:
-        evidence.require_passed(*entry.follows)
+        evidence.require_passed(*entry.after)
         for result in entry.find(evidence):
             if isinstance(result, SkippedCheck):
                 # A part that could not be judged: on meta, the sentence of what passed leaves it out.
@@ -348,11 +238,20 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[_Result]:
     if passed and entry.by_position and "heads" in evidence.failed:
         yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
     elif passed:
-        yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
+        yield PassedCheck(name, _claim(evidence, entry))
 
 
-def _skipped_at_once(evidence: Evidence, name: str, entry: Check) -> SkippedCheck | None:
+def _claim(evidence: Evidence, entry: Rule) -> str:
+    """Return what is true of a module that passes a check."""
+    if evidence.on_meta:
+        return entry.on_meta
+    return entry.claim if evidence.run.attentions else entry.of_outputs
+
+
+def _skipped_at_once(evidence: Evidence, name: str, entry: Rule) -> SkippedCheck | None:
     """Return why a check cannot run at all: it needs numbers, or further runs; None if it can."""
+    if not evidence.run.attentions and not entry.of_outputs:
+        return SkippedCheck(name, "no attention was found", "no attention")
     if evidence.on_meta and not entry.on_meta:
         return SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
     if not evidence.once or not entry.runs:
@@ -368,6 +267,15 @@ def _skipped_by(error: NotPossibleError, name: str) -> SkippedCheck:
     if isinstance(error, RaisedError):
         reason = f"the forward raises when an input is changed: {reason}"
     return SkippedCheck(name, reason, error.brief, error.give)
+
+
+def _instead(evidence: Evidence) -> list[str]:
+    """Return that a module without attention was checked by its outputs, and what it computes instead."""
+    if evidence.run.attentions:
+        return []
+    instead = found_instead(evidence.run)
+    said = "No softmax(QKᵀ)V was found, so the outputs alone were checked."
+    return [said, instead] if instead else [said]
 
 
 def _no_attention(evidence: Evidence) -> str:
@@ -422,12 +330,9 @@ def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
         yield Fact("mask", _adds_nothing(evidence, attention)), attention.module
     if "heads" in evidence.failed:  # a position of a head is not a token
         return
-    by_row = ""
-    if "cache" in evidence.failed and has_lost_tokens(evidence):
-        by_row = ", if key rows were tokens in order"
     for sight in evidence.sights:
         drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
-        yield Fact("who sees whom", sight.words() + by_row + drawn, sight.picture), sight.module
+        yield Fact("who sees whom", sight.words() + drawn, sight.picture), sight.module
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:

@@ -26,7 +26,7 @@ from ..record.ops import Op, Recording, TensorRef
 from ..record.ranks import needs_ranks
 from ..running.subject import Run, State, Subject
 from ..text import message_of
-from .alike import Kind, Named, groups_of, kinds_in
+from .alike import Kind, Named, groups_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .seen_keys import SeenKeys
@@ -125,7 +125,7 @@ class Evidence:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """One attention for each code, with the number of those with equal code."""
-        return kinds_in(self._groups)
+        return tuple((*group[0], len(group)) for group in self._groups)
 
     @cached_property
     def _groups(self) -> tuple[tuple[Named, ...], ...]:
@@ -248,8 +248,8 @@ class Evidence:
 
     @property
     def scores_line(self) -> str:
-        """The line of the first scores."""
-        return self.run.attentions[0][0].score_product.op.source
+        """The line of the first scores; empty without attention."""
+        return self.run.attentions[0][0].score_product.op.source if self.run.attentions else ""
 
     @property
     def mask_line(self) -> str:
@@ -639,8 +639,7 @@ def evidence_of(
     again = None
     if not once and not on_meta:
         with suppress(Exception):  # user code may raise anything in a second run
-            if run.attentions:
-                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
+            again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     return Evidence(
         runner=runner,
         subject=subject,

@@ -1,23 +1,17 @@
-"""Say what a run without softmax(QKᵀ)V has of it: weights without values, or products in a row without a softmax.
+"""Say in one sentence what a run without softmax(QKᵀ)V has of it, as the dataflow shows.
 
-    softmax(q @ k.mT)                    # weights that nothing multiplies by values, as in DETR's MHAttentionMap
-    q @ (k.mT @ v)                       # linear attention: no score of a query and a key is ever computed
-
-Both show in the dataflow and the numbers of the run: in products of two activations, and tensors that sum to one.
+q @ (k.mT @ v)                       # linear attention: no score of a query and a key is ever computed
+(q[..., None] * k).softmax(-1)       # the products of the features are never summed: each attends alone
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from ..graph.rerun import between
-from ..record.ops import Op
+from ..record.ops import Op, TensorRef
 from ..running.subject import Run
 
-_NEAR = 1e-3
-"""Sums this near to one are one: of weights in a coarse dtype too."""
 _MOST_PRODUCTS = 64
 """The largest number of products of activations to look at."""
 
@@ -26,95 +20,101 @@ def found_instead(run: Run) -> str:
     """Return what is there of an attention, as a sentence; empty if nothing is, or an attention was found."""
     if run.attentions:
         return ""
-    products = _products(run)
-    if not products or len(products) > _MOST_PRODUCTS:
-        return ""
-    return next(_weights_alone(run, products), "") or next(_without_weights(run, products), "")
+    return _without_sum(run) or _weights(run) or _products_in_a_row(run)
 
 
-def _products(run: Run) -> list[Op]:
-    """Return the products of two tensors that both depend on the inputs, and are no parameter."""
+def _without_sum(run: Run) -> str:
+    """Return the sentence of a softmax whose scores are a query times keys, feature by feature, without the sum."""
+    graph, recording = run.graph, run.recording
+    for softmax in recording.ops:
+        if not softmax.does("softmax") or not softmax.inputs:
+            continue
+        multiply = recording.producer(graph.before_moves(softmax.inputs[0]))
+        if multiply is None or multiply.base_name.rstrip("_") != "mul" or len(multiply.inputs) < 2:
+            continue
+        # One query stands beside all of its keys, which the softmax runs over.
+        sizes = {tensor.shape[-1:] for tensor in multiply.inputs}
+        if len(sizes) < 2 or (1,) not in sizes or not graph.comes_from_inputs(*multiply.inputs):
+            continue
+        return (
+            f"Found instead: a softmax of queries times keys, element by element ({multiply.source}). The product is "
+            "never summed over the features, so each feature attends alone."
+        )
+    return ""
+
+
+def _weights(run: Run) -> str:
+    """Return the sentence of weights of a few keys each that sum to one, made of a product of activations."""
+    recording = run.recording
+    for product in run.recording.ops:
+        content = recording.values.get(product.inputs[0].id) if product.inputs else None
+        if content is None or content.dim() < 3 or not product.does("product") or len(product.inputs) < 2:
+            continue
+        if not run.graph.comes_from_inputs(*product.inputs[-2:]) or not _sums_to_one(content, (-1,)):
+            continue
+        made_of = [op for op in recording.ops[: product.index] if op.does("product") and _is_of_activations(run, op)]
+        if not any(between(recording, {op.output.id}, product.inputs[0]) for op in made_of):
+            continue
+        counts = (content != 0).sum(-1)
+        fewest, most, keys = int(counts.min()), int(counts.max()), content.shape[-1]
+        if most == keys:
+            continue
+        seen = str(most) if fewest == most else f"{fewest} to {most}"
+        return (
+            f"Found instead: weights that sum to 1 and no softmax over all keys ({product.source}): each query gives "
+            f"weight to {seen} of {keys} keys."
+        )
+    return ""
+
+
+def _is_of_activations(run: Run, op: Op) -> bool:
+    return len(op.inputs) > 1 and run.graph.comes_from_inputs(*op.inputs[-2:])
+
+
+def _products_in_a_row(run: Run) -> str:
+    """Return the sentence of two products of activations with nothing between them that sums to one."""
     graph = run.graph
     products = []
     for op in run.recording.ops:
         factors = op.inputs[-2:]
-        if not op.does("product") or graph.is_projection(op) or len(factors) < 2:
-            continue
-        if graph.comes_from_inputs(*factors):
+        if op.does("product") and len(factors) == 2 and graph.comes_from_inputs(*factors):
             products.append(op)
-    return products
-
-
-def _weights_alone(run: Run, products: list[Op]) -> Iterator[str]:
-    """Yield returned weights of which nothing makes an average of values."""
-    recording = run.recording
-    for named in recording.outputs:
-        content = recording.values.get(named.tensor.id)
-        over = "" if content is None else _sums_to_one(content)
-        if not over:
-            continue
-        for product in products:
-            steps = between(recording, {product.output.id}, named.tensor)
-            if not steps or _have_product(steps):
-                continue
-            name = f" {named.name}" if named.name else ""
-            yield (
-                f"Found instead: weights without values. Output{name} {list(named.tensor.shape)} sums to 1 over "
-                f"{over}, comes from the product of two activations at {product.source}, and is returned without "
-                "a product with values."
-            )
-
-
-def _sums_to_one(content: Tensor) -> str:
-    """Return over which dimensions the weights of each query sum to one, in words; empty if over none."""
-    if not content.is_floating_point() or content.is_meta:
+    if len(products) > _MOST_PRODUCTS:
         return ""
-    if content.dim() < 2 or not content.numel():
-        return ""
-    numbers = content.detach().double()
-    if not bool((numbers >= 0).all()):
-        return ""
-    for count in range(1, min(content.dim() - 1, 3) + 1):
-        sums = numbers.sum(tuple(range(-count, 0)))
-        if float((sums - 1).abs().max()) < _NEAR and numbers.shape[-count:].numel() > 1:
-            return "its last dimension" if count == 1 else f"its last {count} dimensions"
+    for place, first in enumerate(products):
+        for second in products[place + 1 :]:
+            if any(_follows(run, first, factor) for factor in second.inputs[-2:]):
+                return (
+                    "Found instead: two products of activations in a row, "
+                    f"{first.base_name} {list(first.output.shape)} at {first.source} and "
+                    f"{second.base_name} {list(second.output.shape)} at {second.source}. "
+                    "Nothing between them sums to 1, as in linear attention."
+                )
     return ""
 
 
-def _without_weights(run: Run, products: list[Op]) -> Iterator[str]:
-    """Yield two products of activations in a row, with nothing that sums to one between them."""
-    for first in products:
-        for second in products:
-            steps = [] if second is first else _steps_between(run, first, second)
-            if not steps or _may_have_weights(run, steps):
-                continue
-            yield (
-                f"Found instead: two products of activations in a row, {first.base_name} {list(first.output.shape)} at "
-                f"{first.source} and {second.base_name} {list(second.output.shape)} at {second.source}. "
-                "Nothing between them sums to 1, as in linear attention."
-            )
+def _follows(run: Run, first: Op, factor: TensorRef) -> bool:
+    """Return whether a factor is computed from a product, and no product and nothing that sums to one is between."""
+    steps = between(run.recording, {first.output.id}, factor)
+    if not steps and factor.id != first.output.id:
+        return False
+    for op in [first, *steps]:
+        contents = [run.recording.values.get(tensor.id) for tensor in op.outputs]
+        if op is not first and op.does("product"):
+            return False
+        if any(content is None or _may_sum_to_one(content) for content in contents):
+            return False
+    return True
 
 
-def _may_have_weights(run: Run, steps: list[Op]) -> bool:
-    """Return whether a result of these operations sums to one, or is not there to be summed."""
-    for op in steps:
-        for tensor in op.outputs:
-            content = run.recording.values.get(tensor.id)
-            if content is None or _sums_to_one(content):
-                return True
-    return False
+def _may_sum_to_one(content: Tensor) -> bool:
+    """Return whether numbers are weights over their last dimension, or over the last two."""
+    return _sums_to_one(content, (-1,)) or _sums_to_one(content, (-2, -1))
 
 
-def _have_product(steps: list[Op]) -> bool:
-    return any(op.does("product") for op in steps)
-
-
-def _steps_between(run: Run, first: Op, second: Op) -> list[Op]:
-    """Return the operations from one product to a factor of a later one, and the first product itself; else empty."""
-    for factor in second.inputs[-2:]:
-        if factor.id == first.output.id:
-            return [first]
-        steps = between(run.recording, {first.output.id}, factor)
-        if steps and not _have_product(steps):
-            return [first, *steps]
-    return []
+def _sums_to_one(content: Tensor, over: tuple[int, ...]) -> bool:
+    """Return whether numbers are weights over these dimensions."""
+    if not content.is_floating_point() or content.is_meta or content.dim() < 2 or bool((content < 0).any()):
+        return False
+    sums = content.detach().double().sum(over)
+    return sums.numel() < content.numel() and float((sums - 1).abs().max()) < 1e-3

@@ -5,9 +5,11 @@ The visible keys of every attention are compared before and after the change.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,14 +18,18 @@ from ..reports.check import Fact, Finding
 from ..text import shortened, spans
 from .arguments import Source
 from .evidence import Evidence, NotPossibleError
-from .masking import masks_everything, weak_masks
-from .scores import softmax
+from .rules.masking import masks_everything, weak_masks
+from .rules.softmax import softmax
 from .seen_keys import SeenKeys
 
 _MOST = 2
 """The largest number of mask arguments to examine."""
 _FEWEST_KEYS = 4
 """With fewer keys, most of them would change."""
+_FORMS = 3
+"""The largest number of forms of a mask to try for an argument that was not given."""
+_NO_MASK = re.compile(r"cache|past|position|_ids?$|label|output|return|use_|embed|state|cos|sin|freqs|head_mask|need")
+"""Optional arguments of these names take no mask of tokens."""
 _FURTHER = ("encoder", "memory", "key", "src", "context")
 """Words in the name of a mask of the keys of another sequence."""
 _Pair = tuple[SeenKeys, SeenKeys]
@@ -162,7 +168,7 @@ def _runs_of_missing_mask(evidence: Evidence) -> list[MaskedRun | Fact]:
     if name is None or evidence.values.get(name) is not None:
         return []
     rejected: list[MaskedRun | Fact] = []
-    for form in _whole_masks(evidence, name):
+    for form in _whole_masks(evidence, name, keeps=evidence.intent.padding_true != "ignore"):
         run = _masked_run(evidence, name, form)
         if isinstance(run, MaskedRun):
             evidence.notes.append(_which_form(name, form, rejected))
@@ -185,12 +191,11 @@ def _form(mask: Tensor) -> str:
     return f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
 
 
-def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
-    """Yield masks that keep every key, in the forms that forwards take, for each number of keys."""
+def _whole_masks(evidence: Evidence, name: str, *, keeps: bool) -> Iterator[Tensor]:
+    """Yield masks of one value, in the forms that forwards take, for each number of keys."""
     by_length: dict[int, Source] = {}
     for source in reversed(padded_sources(evidence, name)):
         by_length[source.length] = source
-    keeps = evidence.intent.padding_true != "ignore"
     for source in by_length.values():
         by_key = torch.full((source.rows, source.length), keeps)
         by_query_and_key = by_key[:, None]
@@ -201,6 +206,57 @@ def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
         yield by_head.long()
         yield by_query_and_key
         yield by_key.float()
+
+
+# -- arguments that were not given ------------------------------------------------------------------------------------
+
+
+def _facts_of_missing(evidence: Evidence) -> Iterator[Fact]:
+    """Yield what optional arguments that stayed None do, if they take a mask: they are part of the module too."""
+    if not evidence.sources or evidence.sources[0].positions is None:
+        return
+    names = [name for name in evidence.arguments.parameters if _may_take_a_mask(evidence, name)]
+    for name in names[:_MOST]:
+        run = _run_of_missing(evidence, name)
+        if run is None:
+            continue
+        does = ""
+        if run.hides_queries:
+            does = f"{word_of(run.value)} masks out a query, not a key"
+        elif run.is_meaning_known:
+            does = f"{word_of(run.ignored)} masks out a key"
+        elif run.has_no_effect:
+            does = f"{word_of(run.value)} or {word_of(run.kept)} has no effect"
+        if does:
+            yield Fact("mask", f"{name} was not given. Tried: {does}; --mask {name}=keep or ignore says what 1 means")
+
+
+def _may_take_a_mask(evidence: Evidence, name: str) -> bool:
+    """Return whether an argument is None by default, and no cache, position, label or choice of outputs by its name."""
+    parameter = evidence.arguments.parameters[name]
+    if parameter.default is not None or not evidence.arguments.is_free(name):
+        return False
+    return name != evidence.intent.padding and _NO_MASK.search(name) is None
+
+
+def _run_of_missing(evidence: Evidence, name: str) -> MaskedRun | None:
+    """Return a run with some keys of an argument changed that was not given, in the first form that runs.
+
+    The rest of it has the value that masks out nothing.
+    """
+    forms = zip(*(_whole_masks(evidence, name, keeps=keeps) for keeps in (True, False)), strict=True)
+    for pair in islice(forms, _FORMS):
+        for form in pair:
+            try:
+                whole = evidence.with_arguments({name: form})
+            except NotPossibleError:
+                break
+            if any(sight.masked and sight.has_blind_query for sight in whole.sights):
+                continue
+            run = _masked_run(evidence, name, form, whole)
+            if isinstance(run, MaskedRun):
+                return run
+    return None
 
 
 def padded_sources(evidence: Evidence, name: str) -> list[Source]:
@@ -217,7 +273,7 @@ def padded_sources(evidence: Evidence, name: str) -> list[Source]:
 # -- the change of a mask ---------------------------------------------------------------------------------------------
 
 
-def _masked_run(evidence: Evidence, name: str, mask: Tensor) -> MaskedRun | Fact | None:
+def _masked_run(evidence: Evidence, name: str, mask: Tensor, whole: Evidence | None = None) -> MaskedRun | Fact | None:
     """Return a run with a mask changed; None if its keys are unknown, or have several values in the mask.
 
     A mask of zeros may be added to the scores, or say by a one which keys it masks out. If a one masks out no key, it
@@ -229,7 +285,7 @@ def _masked_run(evidence: Evidence, name: str, mask: Tensor) -> MaskedRun | Fact
     change = _change_of(evidence, name, mask, sources[0])
     if change is None:
         return None
-    run = _run_with(evidence, change, sources)
+    run = _run_with(evidence, change, sources, whole)
     may_be_added = _may_be_added(mask) and not change.is_additive
     if not may_be_added or isinstance(run, Fact) or run.hides:
         return run
@@ -310,15 +366,18 @@ def _may_be_added(mask: Tensor) -> bool:
 # -- a run with it ----------------------------------------------------------------------------------------------------
 
 
-def _run_with(evidence: Evidence, change: _Change, sources: Sequence[Source]) -> MaskedRun | Fact:
+def _run_with(
+    evidence: Evidence, change: _Change, sources: Sequence[Source], whole: Evidence | None = None
+) -> MaskedRun | Fact:
     """Return the runs with the original mask and the changed one, compared; a fact if the forward rejects it.
 
-    `sources` are the arguments with as many tokens as the mask has keys.
+    `sources` are the arguments with as many tokens as the mask has keys, and `whole` is the run with the original mask.
     """
     name, mask = change.name, change.mask
     try:
-        is_given = evidence.values.get(name) is mask
-        whole = evidence if is_given else evidence.with_arguments({name: mask})
+        if whole is None:
+            is_given = evidence.values.get(name) is mask
+            whole = evidence if is_given else evidence.with_arguments({name: mask})
         masked = evidence.with_arguments({name: change.changed})
         base, output = whole.output, masked.output
         faults = [] if masks_everything(masked) else list(weak_masks(masked))
@@ -393,6 +452,7 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
         elif run.pairs and not run.hides and torch.equal(run.output, run.base):
             place = int(run.keys[0].nonzero()[0])
             yield Fact("mask", f"{run.name} has no effect on key {place}: it is equally visible with either value")
+    yield from _facts_of_missing(evidence)
 
 
 def padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:

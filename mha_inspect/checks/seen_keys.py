@@ -29,8 +29,6 @@ class SeenKeys:
     """`batch heads query key`: True if the head sees the key; one head stands for all where nothing is masked."""
     zeros: Tensor
     """`batch heads query key`: True where a head gives no weight to a key."""
-    heavy: Tensor
-    """`query key`: True if any head of the first batch item has a weight that changes a sum by more than rounding."""
     weighed: Tensor
     """`query key`: False if every head of the first batch item gives a weight that its dtype rounds away in a sum."""
     shares: Tensor
@@ -47,10 +45,8 @@ class SeenKeys:
     """`batch query`: True where the token is padding."""
     origins: frozenset[str]
     """Names of the inputs that the keys depend on."""
-    over: str
-    """`heads` or `batch items` if a triangular mask is laid over these instead of the queries; else empty."""
-    lengths: frozenset[str]
-    """Names of the inputs that such a mask depends on: they may say the lengths of the batch items."""
+    over_heads: bool
+    """Whether a triangular mask is laid over the heads instead of the queries."""
     row: str = "batch item"
     """What an entry of the batch is: a batch item, or one of its windows."""
 
@@ -398,7 +394,7 @@ class SeenKeys:
             return "causal, reversed: each query sees itself and later tokens"
         if mistake:
             return f"causal, {mistake}"
-        return self._band_words() or self._group_words() or "a custom pattern"
+        return self._group_words() or "a custom pattern"
 
     def _causal_words(self) -> str:
         """Return the width of a causal mask, and what is not regular in it."""
@@ -416,22 +412,6 @@ class SeenKeys:
             return f"{name}, with gaps"
         return f"{name}, but a query does not see itself"
 
-    def _band_words(self) -> str:
-        """Return which distances every query sees, or which are masked out for every query; empty if they differ."""
-        seen = torch.isin(self.distance, self.distance[self.pairs])
-        is_itself = self.distance == 0
-        sees_itself = bool(is_itself.any()) and bool(seen[is_itself].all())
-        if not self.knows_own or not sees_itself or not torch.equal(self.pairs, seen & self.visible):
-            return ""
-        masked = sorted({*self.distance[~seen].tolist()})
-        before = [place for place in masked if place > 0]
-        after = [-place for place in reversed(masked) if place < 0]
-        near_before = _near_words(before, int(self.distance.max()))
-        near_after = _near_words(after, -int(self.distance.min()))
-        if near_before and near_after:
-            return f"each query sees itself, {near_before} before and {near_after} after"
-        return _gap_words(before, after)
-
 
 def _connected(seen: Tensor) -> Tensor:
     """Return the number of each token's group, the least of its tokens, where tokens see only each other: `token`."""
@@ -442,42 +422,3 @@ def _connected(seen: Tensor) -> Tensor:
         if torch.equal(least, group):
             return group
         group = least[least]
-
-
-def _near_words(masked: list[int], farthest: int) -> str:
-    """Return how many positions are seen on one side, if only the farthest are masked out; else empty.
-
-    >>> _near_words([3, 4, 5], farthest=5)
-    '2'
-    """
-    if not masked:
-        return "all"
-    near = farthest - len(masked)
-    return str(near) if masked == [*range(near + 1, farthest + 1)] else ""
-
-
-def _gap_words(before: list[int], after: list[int]) -> str:
-    """Return which distances are masked out, if they are neighbours on each side; else empty.
-
-    >>> _gap_words([2, 3], [])
-    'the keys 2–3 before a query are masked out, and none after'
-    """
-    for masked in (before, after):
-        if masked and masked != [*range(masked[0], masked[-1] + 1)]:
-            return ""
-    if before and after:
-        return f"the keys {text.spans(before)} before and {text.spans(after)} after a query are masked out"
-    if before:
-        return _one_sided_gap(before, "before", "after")
-    return _one_sided_gap(after, "after", "before")
-
-
-def _one_sided_gap(masked: list[int], side: str, open_side: str) -> str:
-    """Return which distances are masked out on one side.
-
-    >>> _one_sided_gap([2], "before", "after")
-    'the key 2 before a query is masked out'
-    """
-    if len(masked) == 1:
-        return f"the key {masked[0]} {side} a query is masked out"
-    return f"the keys {text.spans(masked)} {side} a query are masked out, and none {open_side}"

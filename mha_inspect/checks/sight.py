@@ -13,7 +13,7 @@ from ..graph.rerun import between
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.stage_facts import StageFacts
-from ..naming.visibility import is_causal, masks_of, sees, sees_by_head
+from ..naming.visibility import is_causal, sees, sees_by_head
 from ..record.ops import Op
 from ..running.subject import Run
 from .alike import Named
@@ -100,7 +100,6 @@ def _in_order_of_tokens(run: Run, names: AxisNames, sight: SeenKeys) -> SeenKeys
         sight,
         by_head=_in_order(sight.by_head, order),
         zeros=_in_order(sight.zeros, order),
-        heavy=sight.heavy[order[0, 0]],
         weighed=sight.weighed[order[0, 0]],
         first=0,
         distance=first[:, None] - torch.arange(sight.keys)[None],
@@ -190,9 +189,7 @@ def _seen_keys(
     has_joined = keys > first_key + queries
     if has_joined and bool(real_pairs[:, joined].all()) and _are_computed(run, attention, of_keys):
         distance[:, joined] = 0  # keys of no position that are joined, e.g. `add_bias_kv` of torch
-    over = ""
-    if attention.masks and _are_alike_for_queries(seen):
-        over = _laid_over(weights, scores)
+    over_heads = bool(attention.masks) and _are_alike_for_queries(seen) and _is_laid_over_heads(weights, scores)
     is_heavy = weights > _HEAVY
     is_weighed = weights[0] > torch.finfo(weights.dtype).eps  # heads query key
     return SeenKeys(
@@ -200,7 +197,6 @@ def _seen_keys(
         layout=layout,
         by_head=by_head,
         zeros=(weights == 0).cpu(),
-        heavy=is_heavy[0].any(0).cpu() & (not attention.weights_changed),
         weighed=is_weighed.any(0).cpu() | attention.weights_changed,
         shares=(is_heavy.sum(-1) > 1).any(-1).any(0),
         faint=weighing.faint,
@@ -209,8 +205,7 @@ def _seen_keys(
         distance=distance,
         pads=pads,
         origins=_names_of(run, of_keys),
-        over=over,
-        lengths=_names_of(run, _inputs_of_masks(run, attention)) if over else frozenset(),
+        over_heads=over_heads,
     )
 
 
@@ -265,15 +260,6 @@ def _are_computed(run: Run, attention: Attention, inputs: set[int]) -> bool:
         return False
     steps = between(run.recording, inputs, attention.stages["k_heads"])
     return bool(steps) and all(op.kind != "write" for op in steps)
-
-
-def _inputs_of_masks(run: Run, attention: Attention) -> set[int]:
-    """Return the ids of the inputs that the masks of an attention depend on."""
-    inputs = set[int]()
-    for op in attention.masks:
-        for mask in masks_of(run.graph, attention, op):
-            inputs |= run.graph.inputs_of(mask)
-    return inputs
 
 
 def _names_of(run: Run, inputs: set[int]) -> frozenset[str]:
@@ -343,16 +329,11 @@ def _sets_to_zero(run: Run, attention: Attention, op: Op) -> bool:
     return any(not between(run.recording, {softmax}, tensor) for tensor in beside)
 
 
-def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
-    """Return `heads` or `batch items` if these see keys as queries do under a causal mask; else empty."""
-    of_queries = weights.transpose(1, 2)
+def _is_laid_over_heads(weights: Tensor, scores: Tensor | None) -> bool:
+    """Return whether heads see keys as queries do under a causal mask, in every batch item."""
     of_scores = None if scores is None else scores.transpose(1, 2)
-    seen = sees(of_queries, of_scores).cpu()  # batch heads key
-    if all(is_causal(pairs, (0,)) for pairs in seen):
-        return "heads"
-    if all(is_causal(pairs, (0,)) for pairs in seen.transpose(0, 1)):
-        return "batch items"
-    return ""
+    seen = sees(weights.transpose(1, 2), of_scores).cpu()  # batch heads key
+    return all(is_causal(pairs, (0,)) for pairs in seen)
 
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:

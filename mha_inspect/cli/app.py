@@ -164,7 +164,7 @@ class Commands(_Grouped, TyperGroup):
             screen.asked_color = "auto"
 
 
-_OF_PROGRAM = ("-h", "--help", "-V", "--version", "--")
+_OF_PROGRAM = ("-h", "--help", "-V", "--version", "--install-completion", "--show-completion", "--")
 
 
 def _with_command(args: Sequence[str]) -> list[str]:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..checks.intent import CHECKS, Intent, chosen_checks
+from ..checks.pages import claim_of, page_of
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..render import screen
 from ..text import shown
 from . import subject
 from .app import command
-from .help import PROGRAM, page_of_check
+from .help import PROGRAM
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import checked_destination, print_and_export, write
 
@@ -54,7 +55,7 @@ def check(
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
     explain: str | None = option(
-        PANEL, "Explain a check with an example that fails, and exit.", words=tuple(CHECKS), metavar="NAME"
+        PANEL, "Explain a check with an example that fails, and exit.", words=CHECKS, metavar="NAME"
     ),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
@@ -66,7 +67,7 @@ def check(
         _write_list()
         return ExitCode.OK
     if explain is not None:
-        write(screen.markdown(page_of_check(explain)))
+        write(screen.markdown(page_of(explain)))
         return ExitCode.OK
     wanted, unwanted = only or (), skip or ()
     chosen_checks(wanted, unwanted)
@@ -99,8 +100,8 @@ def check(
 def _write_list() -> None:
     """Print the checks, with the claim that each of them checks."""
     width = max(map(len, CHECKS))
-    for name, claim in CHECKS.items():
-        write(f"{name:{width}}  {claim}\n")
+    for name in CHECKS:
+        write(f"{name:{width}}  {claim_of(name)}\n")
     write(f"\n{PROGRAM} check --explain NAME explains a check with an example that fails.\n")
 
 

@@ -1,4 +1,4 @@
-"""The short page of each command's --help, the manual of `mha-inspect help`, and the pages of the checks.
+"""The short page of each command's --help, and the manual of `mha-inspect help`.
 
 A short page has at most twelve options and three examples, and fits on a terminal of 80 columns and 24 lines.
 `--help-all` lists every option in groups.
@@ -199,15 +199,6 @@ Examples:
 
 def manual(topic: str) -> str:
     """Return a page of the manual, as Markdown."""
-    return _packaged("manual", topic)
-
-
-def page_of_check(name: str) -> str:
-    """Return the page of a check, as Markdown: what is measured, a module that fails, and its fix."""
-    return _packaged("checks/pages", name)
-
-
-def _packaged(folder: str, name: str) -> str:
     from importlib.resources import files  # not for the pages that are data here
 
-    return files("mha_inspect").joinpath(folder, f"{name}.md").read_text(encoding="utf-8")
+    return files("mha_inspect").joinpath("manual", f"{topic}.md").read_text(encoding="utf-8")

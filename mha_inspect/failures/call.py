@@ -29,8 +29,8 @@ from ..record.arguments import tensors_in
 from ..record.ops import Recording, TensorRef
 from ..record.recorder import Recorder
 from ..record.site import Place, place_of
+from ..running.asserted import asserted_numbers
 from ..text import message_of, shortened
-from .compared import compared_numbers
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 """The folder of this package."""
@@ -70,8 +70,8 @@ class Site:
     """Whether user code raised with `raise` or `assert`."""
     missing: tuple[str, ...] = ()
     """Arguments of the user's function that are None, and that the failing expression uses as values."""
-    compared: str = ""
-    """Both sides of the comparison of an assert, with their numbers."""
+    asserted: str = ""
+    """The numbers of an assert that failed."""
     called: tuple[str, ...] = ()
     """The arguments of the module that the user's line calls; empty if the error is in the line itself."""
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -169,7 +169,6 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     entry, place = by_user[-1] if by_user else bodies[-1]
     is_last = bool(by_user) and entry is innermost
     module = _called_module(entries, entry.frame)
-    compared = compared_numbers(entry.frame, entry.line) if is_last and isinstance(error, AssertionError) else ""
     return Site(
         source=f"{place.file}:{entry.line}",
         line=linecache.getline(entry.frame.f_code.co_filename, entry.line).strip(),
@@ -178,7 +177,7 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         by_user=is_last,
         raises=is_last and _raises(entry),
         missing=_missing(entry, innermost, names_none="NoneType" in message_of(error), is_last=is_last),
-        compared=compared,
+        asserted=asserted_numbers(error) if is_last else "",
         called=module.arguments,
         given=module.tensors,
         operands=_sources_of_operands(entry) if is_last else (),

@@ -1,27 +1,27 @@
 """Common mistakes behind failing calls, found from the operands and never guessed from a name.
 
-A cause is a function of the facts in `_JUDGES`, in the file of its kind. It returns a `Suspect`, or None if the facts
-show another mistake: what is wrong, with the real numbers, and what to write instead, with the edit of the operands
-that it stands for. To add one, write it there, name it in `CAUSES`, and give it a place in `_JUDGES`: the first suspect
-is reported, with the fixes with which the failing call runs.
+First what an earlier line shows (`earlier/`), then a grammar of edits of the failing call: each is tried on the real
+call, and of those that run the best are reported. To add one, yield it in the file of its kind, and name its cause in
+`CAUSES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from .. import text
 from ..reports.trace import Cause
-from . import arguments, dtypes, masks, products, sequences, tables, views, widths
-from .edits import mismatch_with_edit
+from .earlier import arguments, parts, positions
+from .edit import Edit, runs, sentence
+from .factors import edits_of_factors
 from .facts import Facts, Operand
-from .large_numbers import number_too_large
-from .norms import norm_of_whole
-from .position_tables import transposed_table
-from .positions import split_positions
-from .suspect import Suspect
-from .tried import fix_that_runs
+from .layers import edits_of_features, edits_of_sequences
+from .masks import edits_of_masks
+from .meeting import conflicts
+from .values import edits_of_dtypes, edits_of_joins, edits_of_numbers, edits_of_tables
+from .views import edits_of_views
 
 CAUSES = (
     "guessed_input",
@@ -47,6 +47,8 @@ CAUSES = (
     "mask_size",
     "heads_not_split",
     "key_not_transposed",
+    "value_transposed",
+    "axes_out_of_order",
     "heads_not_repeated",
     "heads_differ",
     "head_dim_differs",
@@ -60,65 +62,34 @@ CAUSES = (
     "view_sizes",
     "unequal_parts",
     "output_rows",
+    "joined_along_another",
 )
 """The name of each cause."""
 
-_JUDGES: tuple[Callable[[Facts], Suspect | None], ...] = (
-    # What the line is given, before what it computes.
+_EARLIER: tuple[Callable[[Facts], Edit | None], ...] = (
     arguments.unpacked_rank,
     arguments.argument_is_none,
     arguments.rank_of_convolution,
-    split_positions,
-    norm_of_whole,
-    transposed_table,
-    tables.index_out_of_range,
-    tables.no_room,
-    # Dtypes before widths: a call of torch looks at them first.
-    dtypes.mixed_devices,
-    number_too_large,
-    dtypes.mask_of_integers,
-    dtypes.mask_of_another_dtype,
-    dtypes.integers_for_numbers,
-    dtypes.mixed_dtypes,
-    # The width of an input.
-    widths.heads_without_name,
-    widths.heads_not_joined,
-    widths.weight_not_transposed,
-    widths.features_not_last,
-    widths.wrong_width,
-    # The sequences that a layer of torch is given.
-    sequences.batch_and_sequence_swapped,
-    sequences.padding_mask_swapped,
-    sequences.batch_differs,
-    sequences.lengths_differ,
-    # A mask that does not fit the scores; its layout before its sizes.
-    masks.scores_of_heads,
-    masks.padding_mask_size,
-    masks.mask_rank,
-    masks.mask_transposed,
-    masks.mask_of_the_batch,
-    masks.mask_size,
-    # The factors of a product: their layouts before their sizes.
-    products.heads_not_split,
-    products.key_reversed,
-    products.key_not_transposed,
-    products.key_with_heads_swapped,
-    products.heads_of_equation,
-    products.heads_not_transposed,
-    products.heads_of_factors,
-    products.batch_differs,
-    products.head_dim_differs,
-    products.lengths_differ,
-    # Views, and what only an edit explains.
-    views.not_contiguous,
-    views.cut_over_ranks,
-    views.heads_do_not_divide,
-    views.wrong_head_dim,
-    views.batch_differs,
-    views.einops_does_not_divide,
-    mismatch_with_edit,
+    arguments.pattern_of_einops,
+    positions.split_positions,
+    parts.equal_parts,
+    parts.rows_of_output,
+    parts.cut_over_ranks,
 )
-"""A function a cause, in the order in which they are asked."""
+"""What an earlier line or the call of the forward shows, before the failing call is edited."""
+
+_EDITS: tuple[Callable[[Facts], Iterator[Edit]], ...] = (
+    edits_of_dtypes,
+    edits_of_numbers,
+    edits_of_tables,
+    edits_of_sequences,
+    edits_of_masks,
+    edits_of_features,
+    edits_of_factors,
+    edits_of_views,
+    edits_of_joins,
+)
+"""The grammar: what the operands of a call may be made into, each limited to their roles."""
 
 _OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not_joined", "view_sizes", "table_size")
 """Causes that a width of the inputs may have."""
@@ -142,19 +113,20 @@ NO_GUESSES = Guesses()
 
 
 def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
-    """Return the first cause that the facts show, with the fixes that run; None if there is none.
+    """Return the cause that the facts show, with the edits that run; None if there is none.
 
     A shape that was guessed is not the user's mistake: the fix is to give it.
     """
-    suspect = _first_suspect(facts)
+    suspects = _suspects(facts)
+    suspect = suspects[0] if suspects else None
     drawn = _input_of_drawn_width(facts, guesses.width)
-    is_of_width = suspect is not None and suspect.name in _OF_WIDTHS
+    is_of_width = suspect is not None and suspect.cause in _OF_WIDTHS
     if drawn and is_of_width and any(o.shape[-1:] == (guesses.width,) for o in facts.operands):
         assert suspect is not None
         what = f"The width {guesses.width} was chosen by mha-inspect: nothing in the module shows it."
         way = f"Give the width: --input-shape {drawn}=2x10x512 with its own sizes."
-        return Cause(suspect.name, f"{suspect.explanation} {what}", way)
-    if suspect is not None and suspect.name == "argument_is_none" and facts.missing[0] in guesses.names:
+        return Cause(suspect.cause, f"{suspect.why} {what}", way)
+    if suspect is not None and suspect.cause == "argument_is_none" and facts.missing[0] in guesses.names:
         name = facts.missing[0]
         said = f"{name} was not given, so it is None, and this line uses it as a tensor."
         return Cause("guessed_input", said, f"Give {name}: --input-shape {name}=SIZES:DTYPE, or --input FILE.")
@@ -164,25 +136,45 @@ def find_cause(facts: Facts, guesses: Guesses = NO_GUESSES) -> Cause | None:
         dtype = operand.dtype.removeprefix("torch.")
         said = f"{name} was guessed to be {dtype} {text.shape(operand.shape)}, and this line takes another."
         if suspect is not None:
-            said += f" With such an input: {suspect.explanation}"
+            said += f" With such an input: {suspect.why}"
         way = f"Give its shape: --input-shape {name}=SIZES:{dtype}."
         if "ndarray" in facts.message:
             way = f"Give an array: let a function return the module with its inputs, (module, ({name},))."
         return Cause("guessed_input", said, way)
     if suspect is None:
         return None
-    return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
+    return Cause(suspect.cause, suspect.why, sentence(suspects))
 
 
-def _first_suspect(facts: Facts) -> Suspect | None:
-    for judge in _JUDGES:
-        suspect = judge(facts)
-        if suspect is not None:
-            return suspect
-    return None
+def _suspects(facts: Facts) -> list[Edit]:
+    """Return the edits that explain the failure: what an earlier line shows, else those of the call that are best.
+
+    Edits are tried in the order of how well the names of the axes then meet, then of how far they are from the code.
+    Those that are equally good are all returned, and what no edit mends is only said.
+    """
+    for judge in _EARLIER:
+        earlier = judge(facts)
+        if earlier is not None:
+            tried = (
+                earlier if not earlier.is_tried or runs(facts.call, earlier) else replace(earlier, way="", changes=())
+            )
+            return [tried]
+    ranked: dict[tuple[bool, int, int], list[Edit]] = defaultdict(list)
+    for edits in _EDITS:
+        for edit in edits(facts):
+            dims = {change.operand: change.dims for change in edit.changes}
+            differing = conflicts(facts, dims)
+            if differing and dims:
+                continue  # an edit that merely runs: axes of other names would meet
+            ranked[not edit.is_tried, differing, edit.cost].append(edit)
+    for rank in sorted(ranked):
+        running = [edit for edit in ranked[rank] if not edit.is_tried or runs(facts.call, edit)]
+        if running:
+            return [edit for edit in running if edit.cause == running[0].cause]
+    return []
 
 
-def _guessed_operand(facts: Facts, suspect: Suspect | None, guessed: Collection[str]) -> tuple[str, Operand] | None:
+def _guessed_operand(facts: Facts, suspect: Edit | None, guessed: Collection[str]) -> tuple[str, Operand] | None:
     """Return the guessed input that the failing line reads as it came in, and the operand that it is.
 
     None if there is none, or several: two inputs that were guessed alike clash by what the module does. None also if
@@ -198,7 +190,7 @@ def _guessed_operand(facts: Facts, suspect: Suspect | None, guessed: Collection[
             found.append((name, operand))
     if len(found) != 1:
         return None
-    edited = [operand for fix in (suspect.fixes if suspect else ()) for operand, _ in fix.edits]
+    edited = [change.operand for change in suspect.changes] if suspect is not None else []
     if any(operand is not found[0][1] for operand in edited):
         return None
     return found[0]

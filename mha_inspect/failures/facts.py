@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,14 +18,22 @@ from ..record.recorder import Recorder
 from ..reports.trace import FailedOperand
 from ..running.subject import Run
 from .call import Call, Site, tensors_of, written
-from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, behind_of, reach
+from .reached import PRODUCTS, Given, Reached, reach
+
+Shape = tuple[int, ...]
+Dims = list[list[str]]
+"""The names of the axes of each dimension; a size stands for an unnamed axis."""
 
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
+_TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
+LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
+"""Calls that combine masks."""
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that split or merge dimensions."""
+NORMS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,10 @@ class Operand(FailedOperand):
     """Whether it is computed from the scores."""
     is_table: bool
     """Whether it is computed from parameters or buffers alone."""
+    is_learned: bool
+    """Whether a parameter has a part in it."""
+    is_swapped: bool
+    """Whether it is its variable with the last two dimensions swapped: `k.mT`."""
 
     @property
     def is_parameter(self) -> bool:
@@ -50,7 +60,7 @@ class Operand(FailedOperand):
         return isinstance(self.given.value, nn.Parameter)
 
     @property
-    def dims(self) -> list[list[str]]:
+    def dims(self) -> Dims:
         """The axis names of each dimension; a size stands for an unnamed axis."""
         return dims_of(self.axes)
 
@@ -93,6 +103,11 @@ class Operand(FailedOperand):
         return f"{name} {size}"
 
     @property
+    def has_integers(self) -> bool:
+        """Whether it has whole numbers, as ids and some masks have."""
+        return self.dtype.startswith(("int", "uint"))
+
+    @property
     def heads_are_behind(self) -> bool:
         """Whether the heads come after the sequence."""
         heads = self.place(*HEADS)
@@ -126,8 +141,6 @@ class Facts:
     """Arguments of the user's function that are None where the failing expression uses them."""
     unpacks_shape: bool = False
     """Whether the failing line reads a shape."""
-    line: str = ""
-    """The line of user code that failed."""
     called: tuple[str, ...] = ()
     """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
     passed: Mapping[str, Passed] = field(default_factory=dict)
@@ -169,7 +182,7 @@ class Facts:
 
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
-        """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
+        """The mask, or a table of pairs, and the scores, if the call broadcasts them; else None."""
         if self.base not in BROADCASTS:
             return None
         scores = [operand for operand in self.operands if operand.from_scores]
@@ -178,8 +191,10 @@ class Facts:
         for operand in self.operands:
             if operand.from_scores or not operand.shape:
                 continue
-            sources = behind_of(self.reached.graph, operand.given.tensor)
-            if not any(map(self.reached.graph.is_weight, sources)):
+            # What scales scores is no mask if it is as long as something else.
+            scales = self.base not in _TAKE_MASKS and len(operand.shape) < 2
+            is_of_pairs = not operand.is_learned or (operand.is_table and len(operand.shape) > 1)
+            if is_of_pairs and not scales:
                 return operand, scores[0]
         return None
 
@@ -253,7 +268,6 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         variables=names.variables,
         missing=site.missing,
         unpacks_shape=re.search(r"\.(shape|size\()", site.line) is not None,
-        line=site.line if site.by_user else "",
         called=site.called,
         passed=_passed(site, recorder, names),
         cut=_rows_cut(site.module),
@@ -301,10 +315,13 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
     """Return an argument of the failing call with its properties; `source` is what it is called without a name."""
     tensor = given.tensor
     name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
+    variable = _variable_of(tensor, reached, names)
+    op = names.recording.producer(tensor)
+    is_swapped = op is not None and op.swaps_last_two and names.variables.get(op.inputs[0].id, "") == variable != ""
     return Operand(
         role=given.role,
         name=name,
-        variable=_variable_of(tensor, reached, names) or name,
+        variable=variable or name,
         given=given,
         shape=tensor.shape,
         dtype=tensor.dtype,
@@ -313,6 +330,8 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
         part=reached.roles.get(tensor.id, ""),
         from_scores=reached.is_of_scores(tensor),
         is_table=reached.is_table(tensor),
+        is_learned=reached.is_learned(tensor),
+        is_swapped=is_swapped,
     )
 
 
@@ -358,6 +377,11 @@ def _rows_cut(module: object) -> dict[int, int]:
     return cut
 
 
+def written_dims(dims: Dims) -> str:
+    """Return the names of dimensions as a pattern: `batch (heads head_dim)`."""
+    return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
+
+
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Return the last dimension, counted from -1, in which two shapes cannot be broadcast; None if they can."""
     common = min(len(left), len(right))
@@ -374,102 +398,3 @@ def _numbers_in(settings: Any) -> Iterator[int]:
             yield from _numbers_in(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield value
-
-
-def clash(facts: Facts) -> str:
-    """Return in words what does not fit in the call, with the real numbers; empty if everything fits."""
-    if facts.mixes_devices:
-        devices = [f"{operand.name} is {operand.device}" for operand in facts.operands]
-        return f"{', '.join(devices)}: all tensors of a call must be on one device."
-    if facts.mixes_dtypes:
-        dtypes = [f"{operand.name} is {operand.dtype}" for operand in facts.operands if _is_factor(operand)]
-        return f"{', '.join(dtypes)}: all factors of a product must have one dtype."
-    if facts.pair is not None:
-        return _of_product(*facts.pair)
-    if facts.base in (SDPA, *LAYERS, "einsum"):
-        texts = _each_once(facts.operands)
-        return f"{'; '.join(texts)}."
-    if facts.base in VIEWS and facts.operands:
-        return _of_view(facts)
-    if len(facts.operands) >= 2:
-        return _of_two(facts.base, *facts.operands[:2])
-    return ""
-
-
-def _of_two(base: str, first: Operand, second: Operand) -> str:
-    """Return what does not fit in a call that broadcasts, or in a linear layer; empty for other calls."""
-    if base == "linear":
-        return _of_linear(first, second)
-    if base not in BROADCASTS:
-        return ""
-    place = first_clash(first.shape, second.shape)
-    if place is None:
-        return ""
-    return f"{first.text}, {second.text}. {_clashes(first, second, place)}"
-
-
-def _is_factor(operand: Operand) -> bool:
-    """Return whether the dtype of an operand must be that of the others: numbers, but no bias."""
-    if operand.role == "bias":
-        return False
-    return operand.role == "input" or operand.given.value.is_floating_point()
-
-
-def _of_product(left: Operand, right: Operand) -> str:
-    """Return what does not fit in `left @ right`: the dimensions that are summed over, or those of the batch."""
-    start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
-    if len(left.shape) < 2 or len(right.shape) < 2:
-        return start
-    if left.shape[-1] != right.shape[-2]:
-        return f"{start} The product sums over dimensions that differ: {left.axis(-1)} and {right.axis(-2)}."
-    place = first_clash(left.shape[:-2], right.shape[:-2])
-    return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
-
-
-def _of_linear(x: Operand, weight: Operand) -> str:
-    """Return what does not fit in a linear layer; empty if its input has the features of the weight."""
-    if x.role != "input" or not x.shape:
-        return ""
-    features = weight.shape[-1]
-    if x.shape[-1] == features:
-        return ""
-    return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {features} features."
-
-
-def _clashes(left: Operand, right: Operand, place: int) -> str:
-    rank = max(len(left.shape), len(right.shape))
-    return f"Dimension {rank + place} clashes: {left.axis(place)} against {right.axis(place)}."
-
-
-def _each_once(operands: Sequence[Operand]) -> Iterator[str]:
-    """Yield the text of each tensor once, even if it was passed several times."""
-    by_tensor: dict[int, list[Operand]] = defaultdict(list)
-    for operand in operands:
-        by_tensor[operand.given.tensor.id].append(operand)
-    for same in by_tensor.values():
-        first = same[0]
-        roles = [operand.role for operand in same if operand.role not in ("", operand.name)]
-        if len(same) > 1 and roles:
-            yield f"{first.text} (as {', '.join(roles)})"
-        else:
-            yield first.text
-
-
-def _of_view(facts: Facts) -> str:
-    """Return what does not fit in a view: its elements in memory, or the number of its elements."""
-    x = facts.operands[0]
-    sizes = facts.sizes_of_view
-    if not sizes or "stride" in facts.message:
-        if x.given.value.is_contiguous():
-            return f"{x.text}."
-        return f"{x.text}, not contiguous in memory."
-    elements = prod(x.shape)
-    wanted = prod(size for size in sizes if size != -1)
-    start = f"{x.text}, {elements} elements; {text.shape(sizes)}"
-    if -1 not in sizes:
-        if elements == wanted:
-            return ""
-        return f"{start} has {wanted}."
-    if wanted != 0 and elements % wanted == 0:
-        return ""
-    return f"{start} needs a multiple of {wanted}."

@@ -1,21 +1,22 @@
-"""Causes in a mask that does not fit the scores, `batch heads query key`: first its layout, then its sizes."""
+"""Edits of a mask that does not fit the scores, `batch heads query key`: its layout before its sizes.
+
+A mask turns only where both sizes then meet, gets dimensions of size one behind its first, and is cut to the call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor, nn
+from typing import Any
 
 from .. import text
-from ..graph.axis import resolve
-from ..graph.dataflow import Graph
-from ..record.ops import TensorRef
-from .facts import HEADS, Facts, Operand, first_clash
+from .edit import SWAP, Change, Edit, Step
+from .facts import BROADCASTS, HEADS, LOGICAL, Facts, Operand, Shape, first_clash
+from .layers import extent_of, swapped
 from .padding_masks import as_padding
 from .reached import SDPA, behind_of
-from .sequences import extent_of, swapped
-from .suspect import Shape, Suspect
-from .tried import Edit, Fix, of_shape, transposed
+
+_WHOLE = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,25 +26,13 @@ class _Masking:
     mask: Operand
     scores: Shape
     """`batch heads query key`, `(batch heads) query key` or `query key`."""
-    result: Shape | None
-    """The shape that masked scores must have; None if the call returns another tensor."""
-
-    @property
-    def query(self) -> int:
-        """The number of queries."""
-        return self.scores[-2]
-
-    @property
-    def key(self) -> int:
-        """The number of keys."""
-        return self.scores[-1]
+    operand: Operand | None
+    """The scores as an operand of the call, which keep their shape; None for a call that makes them itself."""
 
     @property
     def rows(self) -> int:
         """The queries of the mask; 1 without a dimension for them."""
-        if len(self.mask.shape) == 1:
-            return 1
-        return self.mask.shape[-2]
+        return 1 if len(self.mask.shape) == 1 else self.mask.shape[-2]
 
     @property
     def columns(self) -> int:
@@ -51,386 +40,191 @@ class _Masking:
         return self.mask.shape[-1]
 
     @property
-    def expected(self) -> str:
-        """`query 5, key 7 for scores [2, 4, 5, 7]`."""
-        return f"query {self.query}, key {self.key} for scores {text.shape(self.scores)}"
+    def anew(self) -> Step:
+        """The step to a mask of the sizes of the scores; with one row, if it has one for all queries."""
+        rows = [] if len(self.mask.shape) == 1 else [1 if self.rows == 1 else self.scores[-2]]
+        return "new_zeros", (*self.mask.shape[:-2], *rows, self.scores[-1])
 
-    def fix(self, way: str, edit: Edit) -> Fix:
-        """Return the fix to edit the mask, which must give the shape of the scores."""
-        return Fix.editing(self.mask, edit, way, self.result)
+    def edit(self, cause: str, why: str, *steps: Step, cost: int, way: str = "", note: str = "") -> Edit:
+        """Return an edit of the mask, which must leave the scores their shape."""
+        shape = None if self.operand is None else self.scores
+        return Edit(cause, why, (Change(self.mask, steps),), way, note, cost=cost, shape=shape)
+
+
+def edits_of_masks(facts: Facts) -> Iterator[Edit]:
+    """Yield the edits of the mask of a call."""
+    masking = _misfit(facts)
+    if masking is not None:
+        yield from _layouts(facts, masking)
+        yield from _sizes(facts, masking)
+    else:
+        yield from _of_two(facts)
+    yield from _scores_of_heads(facts)
 
 
 def _misfit(facts: Facts) -> _Masking | None:
     """Return the mask that does not fit its scores; None if every mask fits."""
     masking = _masking(facts)
-    if masking is None or not masking.mask.shape:
-        return None
-    if not 2 <= len(masking.scores) <= 4:
+    if masking is None or not masking.mask.shape or len(masking.scores) < 2:
         return None
     if len(masking.mask.shape) > len(masking.scores):
         return masking
-    if first_clash(masking.mask.shape, masking.scores) is None:
-        return None
-    return masking
+    return None if first_clash(masking.mask.shape, masking.scores) is None else masking
 
 
 def _masking(facts: Facts) -> _Masking | None:
     """Return the mask of the failing call with the scores that it is for."""
     if facts.mask_and_scores is not None:
         mask, scores = facts.mask_and_scores
-        return _Masking(mask, scores.shape, result=scores.shape)
-    given_mask = facts.given("attn_mask")
-    query = facts.given("query")
-    key = facts.given("key")
-    if given_mask is None or query is None or key is None:
+        return _Masking(mask, scores.shape, scores)
+    given, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
+    if given is None or query is None or key is None:
         return None
     if facts.attention is not None:
-        of_query = extent_of(facts, query)
-        of_key = extent_of(facts, key)
+        of_query, of_key = extent_of(facts, query), extent_of(facts, key)
         products = max(of_query.batch, 1) * facts.attention.num_heads
-        return _Masking(given_mask, (products, of_query.length, of_key.length), result=None)
-    if facts.base != SDPA:
+        return _Masking(given, (products, of_query.length, of_key.length), None)
+    if facts.base != SDPA or len(query.shape) < 2 or len(key.shape) < 2:
         return None
-    if len(query.shape) < 2 or len(key.shape) < 2:
-        return None
-    return _Masking(given_mask, (*query.shape[:-1], key.shape[-2]), result=None)
+    return _Masking(given, (*query.shape[:-1], key.shape[-2]), None)
 
 
-# -- heads in the place of positions ----------------------------------------------------------------------------------
+# -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def scores_of_heads(facts: Facts) -> Suspect | None:
-    """Judge scores `batch query heads heads`, of queries and keys that were split but not transposed."""
-    if facts.mask_and_scores is None:
-        return None
-    _, scores = facts.mask_and_scores
-    if len(scores.shape) != 4:
-        return None
-    row, column = scores.dims[-2:]
-    if row[0] not in HEADS or column[0] not in HEADS:
-        return None
-    batch, length, heads, _ = scores.shape
-    right_shape = (batch, heads, length, length)
-    fix = Fix.editing(
-        scores,
-        of_shape(right_shape),
-        "use .transpose(1, 2) on q, k and v after the view that splits them: heads must come before the sequence",
-        shape=right_shape,
-    )
-    return Suspect(
-        "heads_not_transposed",
-        f"{scores.text}: heads are multiplied with heads; queries and keys were split but not transposed.",
-        (fix,),
-    )
-
-
-# -- masks of keys ----------------------------------------------------------------------------------------------------
-
-
-def padding_mask_size(facts: Facts) -> Suspect | None:
-    """Judge the key_padding_mask of nn.MultiheadAttention, which is `batch key`."""
-    padding = facts.given("key_padding_mask")
-    key = facts.given("key")
-    if facts.attention is None or padding is None or key is None:
-        return None
-    extent = extent_of(facts, key)
-    expected: Shape = (extent.batch, extent.length)
-    if extent.batch == 0:
-        expected = (extent.length,)
-    if padding.shape == expected:
-        return None
-    fix = Fix.editing(
-        padding,
-        of_shape(expected),
-        f"build the mask for batch {extent.batch} and key {extent.length}",
-    )
-    return Suspect(
-        "mask_size",
-        f"{padding.is_shape}; expected batch key, {text.shape(expected)}, for key_padding_mask.",
-        (fix,),
-    )
-
-
-# -- the layout of a mask ---------------------------------------------------------------------------------------------
-
-
-def mask_rank(facts: Facts) -> Suspect | None:
-    """Judge a mask that lacks dimensions of the scores, or has others: `batch key` for `batch heads query key`."""
-    masking = _misfit(facts)
-    if masking is None:
-        return None
-    if facts.attention is not None:
-        return _rank_for_layer(facts, facts.attention, masking)
-    layout = _layout_of(masking)
-    if layout is None:
-        return None
-    mask = masking.mask
-    return Suspect(
-        "mask_rank",
-        f"{mask.is_shape}, {layout.axes}, and the scores are {text.shape(masking.scores)}.",
-        (masking.fix(f"{mask.name}{layout.way}", layout.edit),),
-    )
-
-
-def _rank_for_layer(facts: Facts, layer: nn.MultiheadAttention, masking: _Masking) -> Suspect | None:
-    """Judge a mask that nn.MultiheadAttention takes as `query key`, or as `(batch heads) query key`."""
-    query = facts.given("query")
-    assert query is not None
-    mask = masking.mask
-    heads = layer.num_heads
-    batch = extent_of(facts, query).batch
-    pairs = (masking.query, masking.key)
-    wanted = f"{text.shape(pairs)} or {text.shape(masking.scores)}, batch·heads first"
-    if mask.shape in ((batch, heads, *pairs), (batch, 1, *pairs)):
-        return Suspect(
-            "mask_rank",
-            f"{mask.is_shape}; the layer expects {wanted}.",
-            (_with_heads_in_batch(mask, heads),),
-        )
-    if mask.shape == (batch, *pairs):
-        return Suspect(
-            "mask_rank",
-            f"{mask.is_shape}, one for each batch item; the layer expects {wanted}.",
-            (_repeated_for_heads(mask, heads),),
-        )
-    if mask.shape == (batch, masking.key):
-        return Suspect(
-            "mask_rank",
-            f"{mask.is_shape}, batch key; expected attn_mask {wanted}.",
-            (as_padding(facts, mask),),
-        )
-    return None
-
-
-def _with_heads_in_batch(mask: Operand, heads: int) -> Fix:
-    """Return the fix from `batch heads query key`, or `batch 1 query key`, to `(batch heads) query key`."""
-    expand = ""
-    if mask.shape[1] != heads:
-        expand = f".expand(-1, {heads}, -1, -1)"
-
-    def flattened(tensor: Tensor) -> Tensor:
-        by_head = tensor.expand(-1, heads, -1, -1)
-        return by_head.flatten(0, 1)
-
-    return Fix.editing(mask, flattened, f"{mask.name}{expand}.flatten(0, 1)")
-
-
-def _repeated_for_heads(mask: Operand, heads: int) -> Fix:
-    """Return the fix from `batch query key` to `(batch heads) query key`."""
-
-    def repeated(tensor: Tensor) -> Tensor:
-        return tensor.repeat_interleave(heads, dim=0)
-
-    return Fix.editing(mask, repeated, f"{mask.name}.repeat_interleave({heads}, dim=0)")
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The axes of a mask, and how to give it those of the scores."""
-
-    axes: str
-    way: str
-    """What to write behind its name."""
-    edit: Edit
-
-
-def _layout_of(masking: _Masking) -> _Layout | None:
-    """Return the layout that the sizes of a mask show: `batch key` for the scores `batch heads query key`.
-
-    With one head or one query several layouts have the same shape; the one with most axes is taken.
-    """
-    if len(masking.scores) == 3:
-        return _layout_for_batches(masking)
-    if len(masking.scores) == 4:
-        return _layout_for_heads(masking)
-    return None
-
-
-def _layout_for_batches(masking: _Masking) -> _Layout | None:
-    """Return the layout of a mask for the scores `batch query key`."""
-    batch, _, key = masking.scores
-    if masking.mask.shape != (batch, key):
-        return None
-    return _Layout(
-        axes="batch key",
-        way="[:, None, :]: add a dimension for the queries",
-        edit=lambda tensor: tensor[:, None, :],
-    )
-
-
-def _layout_for_heads(masking: _Masking) -> _Layout | None:
-    """Return the layout of a mask for the scores `batch heads query key`."""
-    batch, heads, query, key = masking.scores
-    shape = masking.mask.shape
-    if shape == (batch * heads, query, key):
-        return _Layout(
-            axes="(batch heads) query key",
-            way=f".view({batch}, {heads}, {query}, {key}): give the heads their own dimension",
-            edit=lambda tensor: tensor.view(batch, heads, query, key),
-        )
-    if shape == (batch, 1, key):
-        return _Layout(
-            axes="batch 1 key",
-            way="[:, None]: add a dimension for the heads",
-            edit=lambda tensor: tensor[:, None],
-        )
-    if shape == (batch, query, key):
-        return _Layout(
-            axes="batch query key",
-            way="[:, None]: add a dimension for the heads",
-            edit=lambda tensor: tensor[:, None],
-        )
-    if shape == (batch, key):
-        return _Layout(
-            axes="batch key",
-            way="[:, None, None, :]: add dimensions for heads and queries",
-            edit=lambda tensor: tensor[:, None, None, :],
-        )
-    if shape == (key, batch):
-        return _Layout(
-            axes="key batch",
-            way=".T[:, None, None, :]: batch first, then heads and queries",
-            edit=lambda tensor: tensor.T[:, None, None, :],
-        )
-    return None
-
-
-def mask_transposed(facts: Facts) -> Suspect | None:
-    """Judge a mask `key query`."""
-    masking = _misfit(facts)
-    if masking is None:
-        return None
-    mask = masking.mask
-    query = masking.query
-    key = masking.key
-    if key == query or mask.shape[-2:] != (key, query):
-        return None
-    scores = text.shape(masking.scores)
-    return Suspect(
-        "mask_transposed",
-        f"{mask.is_shape}, with key {key} before query {query}, and the scores are {scores}.",
-        (masking.fix(f"{mask.name}.transpose(-2, -1)", transposed(-2, -1)),),
-    )
-
-
-def mask_of_the_batch(facts: Facts) -> Suspect | None:
-    """Judge a mask `query key` whose sizes are those of dimension 0, which is taken as the batch."""
-    masking = _misfit(facts)
-    if masking is None or len(masking.scores) < 3:
-        return None
-    mask = masking.mask
-    scores = masking.scores
+def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
+    """Yield a mask's axes in another order, split or joined, or with dimensions of size one."""
+    mask, scores = masking.mask, masking.scores
+    shape = mask.shape
+    query, key = scores[-2:]
     first = scores[0]
-    if mask.shape != (first, first):
-        return None
-    if first in (masking.query, masking.key):
-        return None
-    edits = swapped(facts)
-    if not edits and len(scores) == 4 and facts.mask_and_scores is not None:
-        _, operand = facts.mask_and_scores
-        right_shape = (masking.query, scores[1], first, first)
-        edits = [(operand, of_shape(right_shape))]
-    fixes: tuple[Fix, ...] = ()
-    if edits:
-        fixes = (Fix("use x.transpose(0, 1), or change batch_first", edits),)
-    return Suspect(
-        "batch_and_sequence_swapped",
-        f"{mask.is_shape}, and the scores are {text.shape(scores)}: it fits dimension 0, which is taken as the batch. "
-        "The input and the layer disagree on whether batch or sequence comes first.",
-        fixes,
-    )
+    if shape[-2:] == (key, query) and key != query:
+        what = f"{mask.is_shape}, with key {key} before query {query}, and the scores are {text.shape(scores)}."
+        yield masking.edit("mask_transposed", what, SWAP, cost=2)
+    if facts.attention is not None:
+        yield from _for_layer(facts, masking, facts.attention.num_heads)
+        return
+    if shape == (first, first) and len(scores) > 2 and first not in (query, key):
+        yield _of_the_batch(facts, masking)
+    what = f"{mask.is_shape}, and the scores are {text.shape(scores)}."
+    missing = len(scores) - len(shape)
+    yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis", missing)
+    if len(scores) == 4 and shape == (first * scores[1], query, key):
+        note = "to give the heads their own dimension"
+        yield masking.edit("mask_rank", what, ("view", *scores), cost=1, note=note)
+    if len(scores) == 4 and shape == (query, key, scores[1]):
+        yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
+    if len(scores) == 4 and shape == (key, first):
+        steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
+        yield masking.edit("mask_rank", what, *steps, cost=2)
 
 
-# -- the sizes of a mask ----------------------------------------------------------------------------------------------
+def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:
+    """Return the edit for a mask `query key` whose sizes are those of dimension 0, which is taken as the batch."""
+    shape = masking.scores
+    changes = swapped(facts)
+    if not changes and masking.operand is not None and len(shape) == 4:
+        changes = [Change(masking.operand, (("new_zeros", (shape[2], shape[1], shape[0], shape[0])),))]
+    sizes = f"{masking.mask.is_shape}, and the scores are {text.shape(shape)}"
+    what = f"{sizes}: it fits dimension 0, which is taken as the batch."
+    disagree = "The input and the layer disagree on whether batch or sequence comes first."
+    way = "use x.transpose(0, 1), or change batch_first"
+    return Edit("batch_and_sequence_swapped", f"{what} {disagree}", changes, way, cost=0)
 
 
-def mask_size(facts: Facts) -> Suspect | None:
-    """Judge a mask for other numbers of queries or keys."""
-    masking = _misfit(facts)
-    if masking is None:
-        return None
-    if masking.rows in (1, masking.query) and masking.columns in (1, masking.key):
-        return None
-    covers = f"query {masking.rows}, key {masking.columns}"
-    if masking.rows == 1:
-        covers = f"{masking.columns} keys"
-    what = f"{masking.mask.name} covers {covers}; expected {masking.expected}."
-    projection = _projection_of_keys(facts, masking.key, masking.columns)
-    if projection:
-        projected = f"{projection} projected the {masking.columns} keys to {masking.key}"
-        what += f" {projected}: apply a mask of keys before it."
-    fix = _mask_of_right_size(facts, masking)
-    if fix is None:
-        return Suspect("mask_size", what)
-    return Suspect("mask_size", what, (fix,))
+def _with_axes(masking: _Masking, cause: str, missing: int) -> Iterator[Edit]:
+    """Yield a mask with the dimensions of size one that it lacks, behind its first one."""
+    mask, scores = masking.mask, masking.scores
+    if missing < 1 or first_clash(mask.shape, scores) is None:
+        return
+    seen = set()
+    for place in range(1, len(mask.shape)):
+        with_axes = (*mask.shape[:place], *[1] * missing, *mask.shape[place:])
+        if first_clash(with_axes, scores) is not None or with_axes in seen:
+            continue
+        seen.add(with_axes)
+        lacks = "an axis" if missing == 1 else f"{missing} axes"
+        if masking.operand is not None and len(with_axes) == len(scores):
+            lacks = f"an axis for {text.listed([masking.operand.axis(at) for at in range(place, place + missing)])}"
+        what = f"{mask.is_shape}, and the scores are {text.shape(scores)}: {mask.name} lacks {lacks}."
+        index = (*[_WHOLE] * place, *[None] * missing)
+        note = f"for {text.shape(scores)}"
+        yield masking.edit(cause, what, ("__getitem__", index), cost=1, note=note)
 
 
-def _mask_of_right_size(facts: Facts, masking: _Masking) -> Fix | None:
-    """Return how to give a mask the sizes of the scores; None if it is unknown which entries are the right ones."""
-    query = masking.query
-    key = masking.key
-    source = _source_of_keys(facts)
-    has_more_keys = masking.columns > key
-    if has_more_keys and source.has_size(masking.columns) and not source.has_size(key):
-        return None  # the module has cut, pooled or projected the keys, and the mask is for those before
-    if query != key and masking.columns == query:
+def _for_layer(facts: Facts, masking: _Masking, heads: int) -> Iterator[Edit]:
+    """Yield a mask as nn.MultiheadAttention takes it: `query key`, or `(batch heads) query key`."""
+    mask, pairs = masking.mask, masking.scores[-2:]
+    batch = masking.scores[0] // heads
+    wanted = f"the layer expects {text.shape(pairs)} or {text.shape(masking.scores)}, batch·heads first."
+    what = f"{mask.is_shape}; {wanted}"
+    if mask.shape == (batch, heads, *pairs):
+        yield masking.edit("mask_rank", what, ("flatten", 0, 1), cost=1)
+    elif mask.shape == (batch, 1, *pairs):
+        yield masking.edit("mask_rank", what, ("expand", -1, heads, -1, -1), ("flatten", 0, 1), cost=1)
+    elif mask.shape == (batch, *pairs):
+        what = f"{mask.is_shape}, one for each batch item; {wanted}"
+        yield masking.edit("mask_rank", what, ("repeat_interleave", heads, 0), cost=1)
+    elif mask.shape == (batch, pairs[1]):
+        yield from as_padding(facts, mask, f"{mask.is_shape}, batch key; {wanted}")
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _sizes(facts: Facts, masking: _Masking) -> Iterator[Edit]:
+    """Yield a mask for other numbers of queries or keys, cut or made anew."""
+    query, key = masking.scores[-2:]
+    rows, columns = masking.rows, masking.columns
+    if rows in (1, query) and columns in (1, key):
+        return
+    covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
+    expected = f"expected query {query}, key {key} for scores {text.shape(masking.scores)}"
+    what = f"{masking.mask.name} covers {covers}; {expected}."
+    source = _SourceOfKeys.of(facts)
+    if columns > key and source.has_size(columns) and not source.has_size(key):
+        # The module has cut, pooled or projected the keys, and the mask is for those before.
+        yield Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
+    elif query != key and columns == query:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
-        if not source.name:
-            return None
-        of_keys = f"give a mask of the {key} keys of this product, which come from {source.name}"
-        return masking.fix(f"{of_keys}: {query} is the number of queries", _new_mask(masking))
-    if _has_first_rows(masking) and masking.columns >= key:
-        return _cut_to_lengths(masking)
+        yield _of_keys(masking, what, source.name)
+    elif columns >= key and (rows in (1, query) or (query == key and rows >= query)):
+        yield _cut_to_call(masking, what)
+    else:
+        yield _made_anew(masking, what)
+
+
+def _of_keys(masking: _Masking, what: str, source: str) -> Edit:
+    """Return the edit for a mask whose columns are the queries; only said if the input of the keys is unknown."""
+    if not source:
+        return Edit("mask_size", what, cost=9)
+    query, key = masking.scores[-2:]
+    of_keys = f"give a mask of the {key} keys of this product, which come from {source}"
+    return masking.edit("mask_size", what, masking.anew, way=f"{of_keys}: {query} is the number of queries", cost=9)
+
+
+def _cut_to_call(masking: _Masking, what: str) -> Edit:
+    """Return the edit that keeps the first rows and columns of a mask."""
+    query, key = masking.scores[-2:]
+    index: tuple[Any, ...] = (..., slice(None, query), slice(None, key))
+    if len(masking.mask.shape) == 1:
+        index = (slice(None, key),)
+    cut = ("__getitem__", index)
+    way = f"cut the mask to the lengths of this call: {Change(masking.mask, (cut,)).code}"
+    return masking.edit("mask_size", what, cut, way=way, cost=5)
+
+
+def _made_anew(masking: _Masking, what: str) -> Edit:
+    """Return the edit for a mask that is too small: made by another line, or a table for fewer tokens."""
+    mask, (query, key) = masking.mask, masking.scores[-2:]
     way = f"build the mask for query {query} and key {key}"
     if masking.rows < query or masking.columns < key:
         way += ", or pass fewer positions"
-    return masking.fix(way, _new_mask(masking))
-
-
-def _has_first_rows(masking: _Masking) -> bool:
-    """Return whether the first rows of a mask are those of the queries.
-
-    With fewer queries than keys, the queries may be the last positions: which rows are right is unknown.
-    """
-    if masking.rows in (1, masking.query):
-        return True
-    return masking.query == masking.key and masking.rows >= masking.query
-
-
-def _cut_to_lengths(masking: _Masking) -> Fix:
-    """Return the fix to keep the first rows and columns of a mask."""
-    query = masking.query
-    key = masking.key
-    index = f"[..., :{query}, :{key}]"
-    if len(masking.mask.shape) == 1:
-        index = f"[:{key}]"
-    return masking.fix(
-        f"cut the mask to the lengths of this call: {masking.mask.name}{index}",
-        lambda tensor: _first_entries(tensor, query, key),
-    )
-
-
-def _new_mask(masking: _Masking) -> Edit:
-    """Return the edit that makes a mask of the sizes of the scores; with one row, if it has one for all queries."""
-    rows = masking.query
-    if masking.rows == 1:
-        rows = 1
-    return of_shape((*masking.mask.shape[:-2], rows, masking.key))
-
-
-def _first_entries(mask: Tensor, query: int, key: int) -> Tensor:
-    """Return the first entries of a mask: `… query key`, or `key`."""
-    if mask.dim() == 1:
-        return mask[:key]
-    return mask[..., :query, :key]
-
-
-@dataclass(frozen=True, eq=False)
-class _Factors:
-    """The factors of the scores."""
-
-    query: TensorRef
-    key: TensorRef
+    if mask.is_table:
+        what = f"{mask.is_shape}, made for {masking.columns} tokens, and this call has {key}."
+        longer = f"make {mask.name} for {key} or more and cut it to the call: {mask.name}[..., :{query}, :{key}]"
+        way = f"pass at most {masking.columns} tokens, e.g. --seq-len {masking.columns}, or {longer}"
+    return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
 
 
 @dataclass(frozen=True)
@@ -445,69 +239,74 @@ class _SourceOfKeys:
         """Return whether one of the inputs has a dimension of this size."""
         return any(size in shape for shape in self.shapes)
 
-
-def _source_of_keys(facts: Facts) -> _SourceOfKeys:
-    """Return the inputs that the keys of the failing attention come from; none if its keys are unknown."""
-    graph = facts.reached.graph
-    factors = _factors(facts)
-    if factors is None:
-        return _SourceOfKeys()
-    behind_query = _ids_behind(graph, factors.query)
-    behind_key = _ids_behind(graph, factors.key)
-    shapes = []
-    names = []
-    for named in graph.recording.inputs:
-        if named.tensor.id not in behind_key:
-            continue
-        shapes.append(named.tensor.shape)
-        if named.tensor.id not in behind_query:
-            names.append(named.name)
-    if len(names) != 1:
-        return _SourceOfKeys(tuple(shapes))
-    return _SourceOfKeys(tuple(shapes), names[0])
+    @classmethod
+    def of(cls, facts: Facts) -> _SourceOfKeys:
+        """Return the inputs that the keys of the failing attention come from; none if its keys are unknown."""
+        graph = facts.reached.graph
+        query, key = facts.reached.stages.get("q_heads"), facts.reached.stages.get("k_heads")
+        if facts.attention is not None or query is None or key is None:
+            given = facts.given("query"), facts.given("key")
+            query, key = (None if operand is None else operand.given.tensor for operand in given)
+        if query is None or key is None:
+            return cls()
+        behind_query = {source.id for source in behind_of(graph, query)}
+        behind_key = {source.id for source in behind_of(graph, key)}
+        inputs = [named for named in graph.recording.inputs if named.tensor.id in behind_key]
+        names = [named.name for named in inputs if named.tensor.id not in behind_query]
+        shapes = tuple(named.tensor.shape for named in inputs)
+        return cls(shapes, names[0] if len(names) == 1 else "")
 
 
-def _factors(facts: Facts) -> _Factors | None:
-    """Return the factors of the scores: those of the product before them, or the operands of a call of both."""
-    if facts.mask_and_scores is not None:
-        _, scores = facts.mask_and_scores
-        return _factors_of_product(facts, scores)
-    query = facts.given("query")
-    key = facts.given("key")
-    if query is None or key is None:
-        return None
-    return _Factors(query.given.tensor, key.given.tensor)
+# -- other operands ---------------------------------------------------------------------------------------------------
 
 
-def _factors_of_product(facts: Facts, scores: Operand) -> _Factors | None:
-    """Return the factors of the last product before the scores; None without one."""
-    for _, op in facts.reached.steps_back(scores.given.tensor):
-        if op is None:
-            continue
-        product = facts.reached.graph.product(op)
-        if product is not None:
-            return _Factors(product.left, product.right)
-    return None
+def _of_two(facts: Facts) -> Iterator[Edit]:
+    """Yield the edits of two operands that are broadcast: an axis that one lacks, a mask or a table that is longer."""
+    if facts.base not in BROADCASTS and facts.base not in LOGICAL:
+        return
+    if len(facts.operands) != 2:
+        return
+    fewer, more = sorted(facts.operands, key=lambda operand: len(operand.shape))
+    if len(more.shape) > len(fewer.shape):
+        for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
+            what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
+            yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
+    yield from _cut_to_other(facts, fewer, more)
 
 
-def _ids_behind(graph: Graph, tensor: TensorRef) -> set[int]:
-    return {source.id for source in behind_of(graph, tensor)}
+def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]:
+    """Yield the first entries of a mask that is combined with another, or of a table for more features."""
+    place = first_clash(fewer.shape, more.shape)
+    if place is None or place < -2:
+        return
+    longer, shorter = (fewer, more) if fewer.shape[place] > more.shape[place] else (more, fewer)
+    wanted, size = shorter.shape[place], longer.shape[place]
+    rest = () if place == -1 else (_WHOLE,)
+    first = Change(longer, (("__getitem__", (..., slice(None, wanted), *rest)),))
+    last = Change(longer, (("__getitem__", (..., slice(-wanted, None), *rest)),))
+    what = f"{longer.is_shape}, and {shorter.is_shape}:"
+    if facts.base in LOGICAL:
+        unit = "keys" if place == -1 else "queries"
+        what = f"{what} one covers {size} {unit}, the other {wanted}."
+        of_last = f"for the last {wanted} {unit}, as in a cache of the latest keys"
+        yield Edit("mask_size", what, (last,), note=of_last, cost=5)
+        yield Edit("mask_size", what, (first,), note=f"for the first {wanted}", cost=5)
+    elif longer is fewer and place == -1 and longer.dtype != "bool" and not more.from_scores:
+        what = f"{what} the table is for {size} features, and not for {wanted}."
+        way = f"make {longer.variable} for {wanted} features, or take {first.code}"
+        yield Edit("table_size", what, (first,), way, cost=5)
 
 
-def _projection_of_keys(facts: Facts, key: int, columns: int) -> str:
-    """Return the module that projects this many keys to fewer, as in Linformer; empty if none does."""
-    graph = facts.reached.graph
+def _scores_of_heads(facts: Facts) -> Iterator[Edit]:
+    """Yield the edit of scores `batch query heads heads`, of queries and keys that were split but not transposed."""
     if facts.mask_and_scores is None:
-        return ""
+        return
     _, scores = facts.mask_and_scores
-    *_, key_dim = graph.dimensions.of(scores.given.tensor)
-    keys = set(resolve(key_dim))
-    for op in graph.recording.ops:
-        if not graph.is_projection(op):
-            continue
-        if op.output.shape[-1:] != (key,) or graph.projected(op).shape[-1:] != (columns,):
-            continue
-        *_, features = graph.dimensions.of(op.output)
-        if not keys.isdisjoint(resolve(features)):
-            return op.module or "A projection"
-    return ""
+    if len(scores.shape) != 4 or not all(dim[0] in HEADS for dim in scores.dims[-2:]):
+        return
+    batch, length, heads, _ = scores.shape
+    shape = (batch, heads, length, length)
+    what = f"{scores.text}: heads are multiplied with heads; queries and keys were split but not transposed."
+    way = "use .transpose(1, 2) on q, k and v after the view that splits them: heads must come before the sequence"
+    change = Change(scores, (("new_zeros", shape),))
+    yield Edit("heads_not_transposed", what, (change,), way, cost=0, shape=shape)

@@ -148,6 +148,10 @@ class Reached:
         weights = (*recording.parameters, *recording.buffers)
         return not sources.isdisjoint(_ids_of(weights))
 
+    def is_learned(self, tensor: TensorRef) -> bool:
+        """Return whether a parameter has a part in a tensor."""
+        return not _ids_behind(self.graph, tensor).isdisjoint(_ids_of(self.graph.recording.parameters))
+
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
         """Yield a tensor and its operation, then the same for the tensors before each reshape and scaling."""
         op = self.graph.recording.producer(tensor)

@@ -17,7 +17,8 @@ from ..running.subject import Run, State, Subject, run_and_record
 from ..text import MESSAGE, message_of, shortened
 from .call import CallWatch, call_of_layer, dispatched, method_of, site_of
 from .causes import NO_GUESSES, Guesses, find_cause
-from .facts import Facts, clash, facts_of
+from .clash import clash
+from .facts import Facts, facts_of
 
 _NO_RERUN = "Some arguments of the call are unknown: finding them needs another run of your code."
 LAST_OPS = 6
@@ -106,7 +107,7 @@ def describe_failure(
             source=site.source,
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
-            clash=site.compared if call is None else clash(facts),
+            clash=site.asserted if call is None else clash(facts),
             cause=find_cause(facts, guesses),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),

@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import DeviceError, DoesNotFitError, InputError, SpecError, is_out_of_memory
 from ..layers.catalog import LayerKind
 from ..record.arguments import cast_module, cast_tensors
+from ..running.asserted import asserted_numbers
 from ..running.subject import seed_everything
 from ..text import a_kind, shown
 from .arguments import Arguments, bind, settings_of_forward, signature_of
@@ -242,7 +243,9 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
             raise
-        raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
+        numbers = asserted_numbers(error)
+        what = f"{called} cannot be built: {in_one_line(error)}"
+        raise InputError(f"{what}: {numbers}" if numbers else what) from None
 
 
 def _plain(value: Any) -> Any:

@@ -58,7 +58,7 @@ def test_the_module_is_left_as_it_was() -> None:
 def test_bad_input_says_what_there_is() -> None:
     x = torch.randn(B, N, E)
     with pytest.raises(InputError, match=r"no attention to check: .* computes 2 products \(addmm"):
-        mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
+        mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x, only="heads")
     with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. Its arguments: x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="Unknown check headz"):
@@ -209,7 +209,7 @@ def test_a_stack_of_twelve_runs_few_times() -> None:
     stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     report = mha_inspect.check(stack, torch.randn(2, N, E))
     assert report.ok
-    assert report.runs <= 10
+    assert report.runs <= 15
 
 
 def test_rows_that_attend_to_each_other_are_told_once() -> None:

@@ -101,7 +101,7 @@ class Unconnected(Masked):
 
 def test_a_key_that_is_masked_out_is_no_document() -> None:
     report = checked(Unconnected(), tokens(PACKED), PACKED, causal=True)
-    assert [finding.check for finding in report.findings] == ["causal"]
+    assert [finding.check for finding in report.findings if finding.sure] == ["causal"]
 
 
 @pytest.mark.parametrize("side", [slice(0, 3), slice(5, 8)])

@@ -520,7 +520,7 @@ table(
     "a table of positions, cut along its size 1",
     lambda x, pe: x + pe[:, : x.shape[1]],
     *(50, 1, 32),
-    fix=("pe[:12].transpose(0, 1)", "[1, 12, 32]"),
+    fix=("pe[:12].transpose(0, 1) if x is `batch sequence embed`",),
     mended=lambda x, pe: x + pe[:12].transpose(0, 1),
 )
 table("a table of positions, not cut", lambda x, pe: x + pe, 50, 1, 32, fix=("pe[:12].transpose(0, 1)", "pe[:3]"))
@@ -642,6 +642,137 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.repeat(1, 1, 3, 1).mT).softmax(-1) @ v.repeat(1, 1, 3, 1)
 
 
+# an operand in another layout
+
+
+_QKV = dict.fromkeys(("q", "k", "v"), linear(24, 24))
+
+
+def layout(name: str, cause: str, *fix: str, given: tuple[Tensor, ...] = (X,), mended: Any = None) -> Any:
+    """Register a function of queries, keys and values `batch heads position head_dim`, and of what else is given."""
+    whole = lambda code: lambda x, *more, q, k, v: code(*(split(side(x), 3) for side in (q, k, v)), *more)  # noqa: E731
+
+    def decorate(code: Callable[..., Any]) -> None:
+        right = None if mended is None else made(whole(mended), **_QKV)
+        body(name, cause, *given, parts=_QKV, fix=fix, mended=right)(whole(code))
+
+    return decorate
+
+
+@layout(
+    "values that are turned",
+    "value_transposed",
+    "Use v.",
+    mended=lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+)
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v.mT
+
+
+@layout(
+    "an equation for keys in another order",
+    "axes_out_of_order",
+    "k.transpose(1, 2)",
+    mended=lambda q, k, v: torch.einsum("bhqd,bkhd->bhqk", q, k.transpose(1, 2)),
+)
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhqd,bkhd->bhqk", q, k)
+
+
+@layout(
+    "a cache joined along the heads",
+    "joined_along_another",
+    "dim=2",
+    mended=lambda q, k, v: torch.cat([k[:, :, :4], k], dim=2),
+)
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k[:, :, :4], k], dim=1)
+
+
+@layout("four dimensions for bmm", "wrong_rank", "torch.matmul", mended=lambda q, k, v: torch.matmul(q, k.mT))
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.bmm(q, k.mT)
+
+
+@layout(
+    "angles without an axis of heads",
+    "lacks_an_axis",
+    "angles[:, None]",
+    given=(X, floats(7, 8)),
+    mended=lambda q, k, v, angles: q.transpose(1, 2) * angles[:, None],
+)
+def _(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
+    return q.transpose(1, 2) * angles
+
+
+@layout(
+    "a bias with the heads last",
+    "mask_rank",
+    "bias.permute(2, 0, 1)",
+    given=(X, floats(7, 7, 3)),
+    mended=lambda q, k, v, bias: q @ k.mT + bias.permute(2, 0, 1),
+)
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return q @ k.mT + bias
+
+
+@layout(
+    "a mask of floats",
+    "mask_dtype",
+    "mask == 0",
+    given=(X, floats(7, 7).triu(1)),
+    mended=lambda q, k, v, mask: (q @ k.mT).masked_fill(mask.bool(), -1e9),
+)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(mask, -1e9)
+
+
+@layout("a vector of another length beside scores", "", given=(X, floats(24)))
+def _(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    return q @ k.mT * scale
+
+
+@body("keys and values that are not split", "heads_not_split", X, MEMORY, parts=_QKV, fix=("Split k and v too",))
+def _(x: Tensor, memory: Tensor, q: nn.Module, k: nn.Module, v: nn.Module) -> Tensor:
+    k, v = k(memory), v(memory)
+    return F.scaled_dot_product_attention(split(q(x), 3), k, v)
+
+
+@body("values that are not split", "heads_not_split", X, parts=_QKV, fix=(".view(batch, length, 3, 8)",))
+def _(x: Tensor, q: nn.Module, k: nn.Module, v: nn.Module) -> Tensor:
+    return (split(q(x), 3) @ split(k(x), 3).mT).softmax(-1) @ v(x)
+
+
+@body("keys with the length of the queries", "view_sizes", X, MEMORY, parts=_QKV, fix=("view(2, 11, 3, 8)",))
+def _(x: Tensor, memory: Tensor, q: nn.Module, k: nn.Module, v: nn.Module) -> Tensor:
+    return k(memory).view(len(x), x.shape[1], 3, 8)
+
+
+class OfPairs(nn.Module):
+    """Adds a table of pairs of positions, or a mask, that is made for five tokens."""
+
+    def __init__(self, table: Tensor, *, is_learned: bool) -> None:
+        super().__init__()
+        self.q = nn.Linear(24, 24)
+        self.table = nn.Parameter(table) if is_learned else nn.Buffer(table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = split(self.q(x), 3)
+        return q @ q.mT + self.table
+
+
+for _is_learned in (True, False):
+    add(
+        Failing(
+            f"a table of pairs for fewer tokens, {'learned' if _is_learned else 'in a buffer'}",
+            partial(OfPairs, torch.zeros(3, 5, 5), is_learned=_is_learned),
+            lambda: (X,),
+            cause="mask_size",
+            fix=("at most 5 tokens", "[..., :7, :7]"),
+        )
+    )
+
+
 # nothing that is known
 
 
@@ -679,20 +810,20 @@ def asserts(name: str, *clash: str) -> Callable[[Callable[[Any, Tensor, Tensor],
     return decorate
 
 
-@asserts("sizes", "mask.size(1) is 11", "length is 12")
+@asserts("sizes", "mask is [3, 11]", "length is 12")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     batch, length, _ = x.shape
     assert mask.size(0) == batch
     assert mask.size(1) == length
 
 
-@asserts("shapes", "mask.shape is [3, 11]", "[3, 12]")
+@asserts("shapes", "mask is [3, 11]", "batch is 3", "length is 12")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     batch, length, _ = x.shape
     assert mask.shape == (batch, length), "the mask must be batch key"
 
 
-@asserts("a remainder", "width % 3 is 2", "0")
+@asserts("a remainder", "width is 32", "32 / 3 = 10.67")
 def _(m: Any, x: Tensor, mask: Tensor) -> None:
     width = x.shape[-1]
     assert width % 3 == 0

@@ -281,7 +281,7 @@ def _left_out(mask_of: int) -> Any:
 
 
 _other = partial(Case, check="cache", intent=Intent(causal=True, cache="cache"), alone=False, inputs=floats(2, 12))
-_slots = partial(Case, check="cache", inputs=floats(2, 12), asked=False)
+_slots = partial(Case, check="cache", inputs=floats(2, 12), intent=Intent(cache="cache"), alone=False)
 CASES += [
     _other("OwnKeyTooLate", wrong=partial(LateOwnKey, right=False), twin=LateOwnKey),
     _other("AnglesByLength", wrong=partial(Memo, right=False), twin=Memo),

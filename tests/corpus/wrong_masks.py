@@ -425,12 +425,11 @@ CASES += [
     ),
     Case(
         "MaskForgotten",
-        "padding",
+        "inputs",
         partial(Forgets, forgets=True),
         partial(Forgets, forgets=False),
         inputs=lambda: {"x": torch.randn(2, 5, E), "mask": torch.ones(5, 5).tril().bool()},
         suspected=True,
-        asked=False,
     ),
 ]
 

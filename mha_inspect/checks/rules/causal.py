@@ -1,0 +1,376 @@
+"""Check the order of attention: each position sees itself and its past, and no future position."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from ...compare.replay import SIDES, Factor, LostError
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...reports.check import Finding
+from ...text import listed
+from ..causal_masks import against_causal
+from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..registry import rule
+from ..seen_keys import SeenKeys
+
+_CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
+"""The name of a class that should be causal."""
+_CAUSAL_FLAGS = ("is_causal", "causal")
+"""Arguments and attributes that say whether attention is causal."""
+
+_MOST_TOKENS = 64
+"""The largest number of tokens to change one by one."""
+
+
+@rule(
+    after=("softmax", "masking"), confirm="--causal", by_position=True, of_outputs="no output depends on a later token"
+)
+def causal(evidence: Evidence) -> Iterator[Finding]:
+    """Each position sees itself and its past, and no future position.
+
+    `--causal` declares a causal mask. Each position must give weight to itself and to its whole past,
+    and to no later position. A later token is also changed, and no output before it may change. A model
+    that sees the next token copies it: the loss falls close to 0 in training, and generation fails.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention --causal
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+            scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
+            weights = scores.softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2))
+    ```
+
+    ## Right
+
+    ```diff
+    -        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+    +        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    ```
+    """
+    if evidence.intent.causal is False:
+        return
+    if any(sight.queries < sight.keys for sight in evidence.sights):
+        evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
+    finding = _of_undeclared(evidence) if evidence.intent.causal is None else _of_declared(evidence)
+    if finding is not None:
+        yield finding
+
+
+def _of_undeclared(evidence: Evidence) -> Finding | None:
+    """Return the first sign that a module of unknown order should be causal; raise `UndeclaredError` without one."""
+    for suspicion in (_not_as_called, _almost_causal, _in_other_order, _beside_attention):
+        finding = suspicion(evidence)
+        if finding is not None:
+            return finding
+    raise UndeclaredError("--causal")
+
+
+def _of_declared(evidence: Evidence) -> Finding | None:
+    """Return the fault of the first mask that is not causal; else of an output that depends on the future."""
+    is_shown = any(sight.shows_order for sight in evidence.sights)
+    if not is_shown and (evidence.once or not evidence.follows or evidence.source.length < 2):
+        raise NotPossibleError("the output and the scores do not show who sees whom")
+    for sight in _sights_in_order(evidence):
+        if sight.queries == 1 and sight.sees_future:  # or the slots of a ring, in which older tokens come later
+            raise NotPossibleError("one query alone does not show whether the keys after its own are later tokens")
+        finding = against_causal(sight, evidence.intent.window)
+        if finding is not None and not _keeps_order_of_outputs(evidence, sight):
+            return finding
+    return _by_outputs(evidence)
+
+
+def _sights_in_order(evidence: Evidence) -> Sequence[SeenKeys]:
+    """Return the attentions that a declared order is about: those over the sequence that the output follows.
+
+    An encoder sees its whole source, and so does the attention of a decoder to it. If the output follows none of the
+    sequences, e.g. the pooled ones of two towers, the order is declared of one: of the one that is causal throughout.
+    All attentions if none is, or no attention is over the sequence that the output follows.
+    """
+    if len(evidence.sources) < 2:
+        return evidence.sights
+    if not evidence.follows:
+        return _causal_sequence(evidence) or evidence.sights
+    names = evidence.source.names
+    return [sight for sight in evidence.sights if sight.origins.intersection(names)] or evidence.sights
+
+
+def _causal_sequence(evidence: Evidence) -> Sequence[SeenKeys]:
+    """Return the attentions over the first of several sequences that are all causal; empty without one."""
+    for source in evidence.sources:
+        sights = [sight for sight in evidence.sights if sight.origins.intersection(source.names)]
+        if sights and all(against_causal(sight, evidence.intent.window) is None for sight in sights):
+            return sights
+    return ()
+
+
+def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:
+    """Return whether an attention over more or other positions than the output has leaves the outputs in order.
+
+    Learned tokens before the sequence, and an image before a text, may see each other: no output sees a later token.
+    """
+    if not sight.sees_future or not evidence.follows or evidence.once or sight.queries == evidence.source.length:
+        return False
+    source = evidence.source
+    if source.length > _MOST_TOKENS:
+        return False
+    for place in range(1, source.length):
+        changed = evidence.differences(evidence.output_with(source.others(place)))
+        if _changes_earlier(changed, place):
+            return False
+    return True
+
+
+# -- outputs that depend on the future --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _EarlyChange:
+    """A token that changes outputs before it."""
+
+    token: int
+    positions: list[int]
+    """The positions that change."""
+    size: float
+    """How much the last of them changes."""
+
+    @property
+    def proof(self) -> str:
+        """The change in words."""
+        return (
+            f"Changing token {self.token} changes the output at position {self.positions[-1]} by {self.size:.3g}, and "
+            f"at {len(self.positions) - 1} more before it."
+        )
+
+
+def _by_outputs(evidence: Evidence) -> Finding | None:
+    """Return a finding if a future token changes an output although its weight is zero."""
+    change = _first_early_change(evidence) if evidence.follows else None
+    if change is None:
+        return None
+    evidence.require_passed("heads")
+    ordered = _other_order(evidence)
+    if ordered is not None:
+        return ordered
+    if not any(sight.is_causal for sight in evidence.sights):
+        return _from_the_future(change.proof)
+    if _are_in_order(evidence):
+        return _beside_weights(change.proof)
+    return _beside_weights_or_in_other_order(change.proof)
+
+
+def _first_early_change(evidence: Evidence) -> _EarlyChange | None:
+    """Return the first token that changes outputs of real tokens before it."""
+    for token, changed in evidence.reach.items():
+        is_changed = changed[0, :token] > 0
+        if evidence.padded is not None:
+            is_changed &= ~evidence.padded[0, :token]  # padding may see anything
+        is_changed &= ~_sees_no_key(evidence)[:token].to(is_changed.device)
+        positions = is_changed.nonzero().flatten().tolist()
+        if positions:
+            return _EarlyChange(token, positions, float(changed[0, positions[-1]]))
+    return None
+
+
+def _sees_no_key(evidence: Evidence) -> Tensor:
+    """Return `position`: True where every key is masked out for a query of the first batch item.
+
+    A mask of a finite number then gives all keys the same weight: the output has no meaning.
+    """
+    length = evidence.source.length
+    blind = torch.zeros(length, dtype=torch.bool)
+    for sight in evidence.sights:
+        if sight.queries == length:
+            blind |= ~sight.seen[0].any(-1)
+    return blind
+
+
+def _from_the_future(proof: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token.",
+        proof,
+        fix="Check the mask, the order of the keys, and norms, convolutions and means over the positions.",
+    )
+
+
+def _beside_weights(proof: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token that has no attention weight: another operation mixes positions.",
+        proof,
+        fix="Check norms, convolutions and means over the positions.",
+    )
+
+
+def _beside_weights_or_in_other_order(proof: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token that has no attention weight.",
+        proof,
+        fix="Check the order of the keys, and norms, convolutions and means over the positions.",
+    )
+
+
+# -- queries, keys and values in different orders ---------------------------------------------------------------------
+
+
+def _other_order(evidence: Evidence) -> Finding | None:
+    """Return a finding if queries, keys and values of a causal attention are the same tokens in different orders."""
+    for sight, rows in _rows_of_last_tokens(evidence):
+        if rows is None or _is_one_row(rows):
+            continue
+        places = listed([f"{side} {row}" for side, row in rows.items()])
+        return sight.finding(
+            "causal",
+            "Queries, keys and values are in different orders: the causal mask does not hide the future tokens.",
+            f"The last token is {places}.",
+            "Put queries, keys and values in the order of the tokens before the mask.",
+        )
+    return None
+
+
+def _are_in_order(evidence: Evidence) -> bool:
+    """Return whether queries, keys and values are known to be in one order in every causal attention."""
+    return all(rows is not None and _is_one_row(rows) for _, rows in _rows_of_last_tokens(evidence))
+
+
+def _is_one_row(rows: dict[str, int]) -> bool:
+    """Return whether the query, the key and the value of a token are in rows of one number."""
+    return len(set(rows.values())) == 1
+
+
+def _rows_of_last_tokens(evidence: Evidence) -> Iterator[tuple[SeenKeys, dict[str, int] | None]]:
+    """Yield for each causal attention which query, key and value its last token is; None if it is unknown."""
+    sights = {id(sight.attention): sight for sight in evidence.sights if sight.is_causal}
+    for attention, names, _ in evidence.kinds:
+        sight = sights.get(id(attention))
+        if sight is not None:
+            yield sight, _rows_of_last_token(evidence, attention, names)
+
+
+def _rows_of_last_token(evidence: Evidence, attention: Attention, names: AxisNames) -> dict[str, int] | None:
+    """Return which query, key and value the last token is in self-attention; None if it is several, or unknown."""
+    queries, keys = names.lengths
+    if queries != keys or len({attention.stages.get(side) for side in SIDES}) != 1:
+        return None
+    rows: dict[str, int] = {}
+    for side in SIDES:
+        try:
+            factor = Factor(evidence, attention, names, side, from_first=True)
+            last = factor.token(prod(factor.tokens) - 1)
+            changed = factor.rows_of(last)
+        except LostError:
+            return None
+        # With a single key head, the queries of all heads are rows of one product.
+        if len(changed) != 1 or factor.target.shape[factor.rows] != keys:
+            return None
+        rows[side] = changed.pop()
+    return rows
+
+
+# -- signs of a module that should be causal --------------------------------------------------------------------------
+
+
+def _not_as_called(evidence: Evidence) -> Finding | None:
+    """Return the first attention that is not causal although its class, argument or flag says so."""
+    parts = dict(evidence.subject.module.named_modules(remove_duplicate=False))
+    causal_classes = {type(parts[sight.module]) for sight in evidence.sights if sight.is_causal}
+    by_argument = [f"{name} is True" for name in _CAUSAL_FLAGS if evidence.values.get(name) is True]
+    for sight in evidence.sights:
+        part = parts[sight.module]
+        # Another module of the class is causal: there it is meant to be.
+        is_named = _is_called_causal(part) and type(part) not in causal_classes
+        by_name = [type(part).__name__] if is_named else []
+        reasons = [*by_name, *by_argument, *_flags_of(part)]
+        if not reasons:
+            continue
+        finding = against_causal(sight, evidence.intent.window or sight.width)
+        if finding is None or _is_causal_by_outputs(evidence):
+            continue
+        sure = bool(by_argument) or is_named  # an attribute may be for another kernel
+        return replace(finding, evidence=f"{finding.evidence} A causal mask is expected: {reasons[0]}.", sure=sure)
+    return None
+
+
+def _is_called_causal(part: nn.Module) -> bool:
+    return _CAUSAL_CLASS.search(type(part).__name__) is not None
+
+
+def _flags_of(part: nn.Module) -> list[str]:
+    """Return the attributes of a module that say it is causal: `Attention.causal is True`."""
+    called = type(part).__name__
+    return [f"{called}.{name} is True" for name in reversed(_CAUSAL_FLAGS) if vars(part).get(name) is True]
+
+
+def _is_causal_by_outputs(evidence: Evidence) -> bool:
+    """Return whether tokens were changed and no output before them was: e.g. keys are made of earlier tokens."""
+    if not evidence.follows or not evidence.reach:
+        return False
+    return not any(_changes_earlier(changed, token) for token, changed in evidence.reach.items())
+
+
+def _changes_earlier(changed: Tensor, token: int) -> bool:
+    return bool((changed[0, :token] > 0).any())
+
+
+def _almost_causal(evidence: Evidence) -> Finding | None:
+    """Return the first attention that is causal but for its mask: off by a diagonal, turned, or on another axis."""
+    for sight in _with_own_pattern(evidence.sights):
+        if not sight.almost_causal and not sight.over_heads:
+            continue
+        finding = against_causal(sight, sight.width)
+        if finding is None:
+            continue
+        if sight.over_heads or (sight.is_top_left and sight.queries > 1):
+            return finding
+        window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
+        return replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
+    return None
+
+
+def _with_own_pattern(sights: Iterable[SeenKeys]) -> list[SeenKeys]:
+    """Return the first of all that have one pattern in common, in order: attentions of equal code do."""
+    first: dict[int, SeenKeys] = {}
+    for sight in sights:
+        first.setdefault(id(sight.by_head), sight)
+    return list(first.values())
+
+
+def _in_other_order(evidence: Evidence) -> Finding | None:
+    """Return an attention that would be causal if its queries and keys were in one order."""
+    finding = _other_order(evidence)
+    return None if finding is None else replace(finding, sure=False)
+
+
+def _beside_attention(evidence: Evidence) -> Finding | None:
+    """Return an output that depends on a future token although every attention is causal."""
+    if not evidence.sights or len(evidence.sights) < len(evidence.run.attentions):
+        return None
+    if not all(sight.is_causal for sight in evidence.sights):
+        return None
+    with suppress(NotPossibleError):
+        finding = _by_outputs(evidence)
+        return None if finding is None else replace(finding, sure=False)
+    return None

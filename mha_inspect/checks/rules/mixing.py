@@ -1,0 +1,187 @@
+"""Check that tokens have an effect on each other: one token is changed, and the other positions are compared.
+
+The `reach` of a token of batch item 0 is how much each output changes with it, `batch position`, compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from ...graph.rerun import between
+from ...naming.visibility import kinds_of
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from ..evidence import Evidence, NotPossibleError
+from ..one_position import one_position
+from ..registry import rule
+from .batch import changes_beside
+
+
+@rule(runs=True, after=("heads", "softmax", "masking", "batch", "finite"), by_position=True)
+def mixing(evidence: Evidence) -> Iterator[Finding]:
+    """Changing a token changes outputs of other tokens.
+
+    One token is changed, and the outputs at the other positions are compared with those before. Each
+    output that may attend to the token must change. If none does, attention has no effect: the model
+    trains, the loss falls a little, and it never learns from context. Here the result of the attention
+    is computed and not used.
+
+    ## Wrong
+
+    ```python
+    # mha-inspect check wrong.py:Attention
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(16, 16)
+
+        def forward(self, x):
+            heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+            weights = (heads @ heads.mT / 8**0.5).softmax(-1)
+            context = (weights @ heads).transpose(1, 2).flatten(2)
+            return x + self.out(x)
+    ```
+
+    ## Right
+
+    ```diff
+    -        return x + self.out(x)
+    +        return x + self.out(context)
+    ```
+    """
+    yield from one_position(evidence)
+    if not evidence.follows or evidence.source.length < 2:
+        raise NotPossibleError("the output has no entry for each token")
+    reach = evidence.reach_in_bits
+    if all(attention.is_over_memory for attention, _ in evidence.run.attentions):
+        raise NotPossibleError("the keys are parameters, so no token attends to another")
+    if evidence.padded is not None and _count_real_tokens(evidence.padded) < 2:
+        raise NotPossibleError("batch item 0 has one real token: all others are padding")
+    if not _has_effect(reach):
+        yield _fault_at_all_positions(evidence, reach)
+
+
+def _count_real_tokens(padded: Tensor) -> int:
+    """Return how many tokens of batch item 0 are no padding: `batch position`, True for padding."""
+    return int((~padded[0]).sum())
+
+
+def _has_effect(reach: Mapping[int, Tensor]) -> bool:
+    """Return whether a token of batch item 0 changes another position of this item."""
+    return any(changes_beside(changed[:1], token) for token, changed in reach.items())
+
+
+# -- no token has an effect -------------------------------------------------------------------------------------------
+
+
+def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> Finding:
+    """Return the fault that no token changes another position.
+
+    Raises `NotPossibleError` if there is another reason for it, or their effect is hidden in this run.
+    """
+    if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
+        raise NotPossibleError("the tokens change other batch items alone")
+    if _has_keys_of_another_source(evidence):
+        raise NotPossibleError("the keys are of another sequence, so no token attends to another of its own")
+    if any(sight.is_top_left for sight in evidence.sights):
+        raise NotPossibleError("the mask hides the keys of all tokens of this call")
+    if _is_muted(evidence):
+        raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
+    if _is_picked_by_number(evidence):
+        raise NotPossibleError("the result picks entries of a table, which may be the same for another token")
+    # A token that a mask hides from every other query proves nothing: others are named where there are any.
+    visible = [token for token in reach if token in evidence.seen_by_others]
+    if visible and not any(_is_weighed_by_others(evidence, token) for token in visible):
+        raise NotPossibleError("the weights are so sharp that the changed tokens have none from other queries")
+    if not visible:
+        visible = list(reach)
+    tokens = " or ".join(map(str, visible))
+    # Masks that leave each query only its own key explain it too, and may be intended.
+    is_explained_by_masks = all(sight.alone for sight in evidence.sights)
+    return Finding(
+        "mixing",
+        "No token has an effect on another: attention runs over heads or features instead of positions, or its "
+        "result is unused.",
+        f"Changing token {tokens} of {evidence.source.names[0]} leaves every other output "
+        "position unchanged, bit for bit.",
+        sure=not is_explained_by_masks,
+        source=evidence.scores_line,
+        fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
+    )
+
+
+def _is_weighed_by_others(evidence: Evidence, token: int) -> bool:
+    """Return whether another query gives a token of batch item 0 a weight that is not rounded away in a sum.
+
+    True too if no weights of all tokens show it.
+    """
+    length = evidence.source.length
+    sights = [sight for sight in evidence.sights if sight.queries == length <= sight.keys]
+    for sight in sights:
+        key = sight.first + token
+        is_other_query = sight.distance[:, key] != 0
+        if bool((sight.weighed[:, key] & is_other_query).any()):
+            return True
+    return not sights
+
+
+def _has_keys_of_another_source(evidence: Evidence) -> bool:
+    """Return whether queries attend to the tokens of another argument, e.g. of an encoder, as the output shows."""
+    if all("cross" in kind for kind in kinds_of(evidence.run)):
+        return True
+    return any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values())
+
+
+def _is_muted(evidence: Evidence) -> bool:
+    """Return whether the result of attention is multiplied by a parameter or gate of zeros on the way to the output."""
+    for factor in _factors_of_result(evidence):
+        # A single number that depends on no parameter is a scale of the forward: a zero there is a fault.
+        if factor.numel <= 1 and not _is_gate(evidence, factor):
+            continue
+        value = evidence.content(factor)
+        if value is not None and not bool(value.any()):
+            return True
+    return False
+
+
+def _is_picked_by_number(evidence: Evidence) -> bool:
+    """Return whether the result of attention becomes whole numbers on the way to the output, e.g. the nearest code."""
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = _path_to_outputs(evidence, contexts)
+    return any(op.output.dtype.startswith("int") for op in path)
+
+
+def _factors_of_result(evidence: Evidence) -> Iterator[TensorRef]:
+    """Yield what multiplies the result of attention on the way to the output, and is not made of it."""
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = _path_to_outputs(evidence, contexts)
+    of_result = set(contexts)
+    for op in path:
+        of_result.update(output.id for output in op.outputs)
+    for op in path:
+        if not op.does("product", "scales"):
+            continue
+        for factor in op.inputs:
+            if factor.id not in of_result:
+                yield factor
+
+
+def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:
+    """Return the operations from the contexts of all attentions, by tensor id, to the outputs of the forward."""
+    recording = evidence.run.recording
+    path: list[Op] = []
+    for named in recording.outputs:
+        path += between(recording, contexts, named.tensor)
+    return path
+
+
+def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
+    """Return whether a tensor is a parameter of one number, or computed from one: `gate.tanh()`."""
+    recording = evidence.run.recording
+    gates = {named.tensor.id for named in recording.parameters if named.tensor.numel == 1}
+    return tensor.id in gates or bool(between(recording, gates, tensor))
