@@ -52,8 +52,6 @@ class Where:
 
     left: str = "on the left"
     right: str = "on the right"
-    subject: str = "the right"
-    """The right side as the subject of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +192,22 @@ def without_scale(content: Tensor | None, attention: Attention, stage: str) -> T
     return content / scale
 
 
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters that a difference may be made of."""
+
+    named: Mapping[str, Tensor]
+    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Those that no operation reads, on the left and on the right."""
+
+    def of_dimensions(self, count: int) -> dict[str, Tensor]:
+        """Return the parameters of as many dimensions, by name."""
+        return {name: parameter.detach() for name, parameter in self.named.items() if parameter.dim() == count}
+
+
+NO_PARAMETERS = Parameters({})
+
+
 def _unmeasured(stage: str, like: Tensor) -> float | None:
     return None
 
@@ -209,12 +223,7 @@ class Pair:
     """The rounding error of a stage, in the form of a tensor that it is compared with; None if it was not measured."""
     blind: Rows = ()
     """The queries with every key masked out: their results are not defined."""
-    vectors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of one dimension, by name."""
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of two dimensions, by name."""
-    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """The parameters that no operation reads, on the left and on the right."""
+    parameters: Parameters = NO_PARAMETERS
     weights: tuple[Weights, Weights] | None = None
     """The places of the weights of both sides; None if they are not known."""
 
@@ -265,9 +274,7 @@ class Pair:
             right=right,
             near=max(tolerance(left, floor), tolerance(right, floor)),
             where=self.where,
-            vectors=self.vectors,
-            matrices=self.matrices,
-            unread=self.unread,
+            parameters=self.parameters,
         )
         return None if difference.is_explained_by(right) else difference
 
@@ -284,12 +291,7 @@ class Difference:
     near: float
     """Numbers up to this far apart are the same."""
     where: Where = Where()
-    vectors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of one dimension, by name."""
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of two dimensions, by name."""
-    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """The parameters that no operation reads, on the left and on the right."""
+    parameters: Parameters = NO_PARAMETERS
 
     @cached_property
     def names(self) -> list[str]:
