@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..graph.axis import setting
 from ..graph.rerun import between
 from ..record.ops import Op, TensorRef
 from ..running.subject import Run
@@ -84,6 +85,13 @@ def _products_in_a_row(run: Run) -> str:
         return ""
     for place, first in enumerate(products):
         for second in products[place + 1 :]:
+            softmax = _softmax_between(run, first, second)
+            if softmax is not None:
+                over = setting(softmax, 1, "dim")
+                return (
+                    f"Found instead: a softmax over dimension {over} of {list(softmax.output.shape)}, between two "
+                    f"products ({softmax.source}). Attention needs it over the keys of each query."
+                )
             if any(_follows(run, first, factor) for factor in second.inputs[-2:]):
                 return (
                     "Found instead: two products of activations in a row, "
@@ -92,6 +100,15 @@ def _products_in_a_row(run: Run) -> str:
                     "Nothing between them sums to 1, as in linear attention."
                 )
     return ""
+
+
+def _softmax_between(run: Run, first: Op, second: Op) -> Op | None:
+    """Return the softmax on a way from one product to another; None without one."""
+    for factor in second.inputs[-2:]:
+        for op in between(run.recording, {first.output.id}, factor):
+            if op.does("softmax"):
+                return op
+    return None
 
 
 def _follows(run: Run, first: Op, factor: TensorRef) -> bool:

@@ -112,7 +112,39 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         findings = list(_of_last_item(evidence))
     yield from findings
     if not findings:
-        yield from of_other_items(evidence)
+        findings = list(of_other_items(evidence))
+        yield from findings
+    if not findings:
+        yield from _of_equal_items(evidence)
+
+
+def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the fault of items that have equal inputs and other outputs, e.g. by positions that run along the batch."""
+    source = evidence.source
+    ops = evidence.run.recording.ops
+    if source.batch is None or _compares_items(evidence) or any(op.does("draws") for op in ops):
+        return
+    equal = {}
+    for name, value in evidence.values.items():
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+        has_items = is_dense and value.dim() > source.batch
+        if has_items and value.shape[source.batch] == source.rows:
+            equal[name] = value.narrow(source.batch, 0, 1).expand_as(value).clone()
+    output = evidence.output_with(equal)
+    first = output.narrow(source.batch, 0, 1).expand_as(output)
+    apart = evidence.differences(output, first, times=OTHER_SIZES)
+    if not bool((apart > 0).any()):
+        return
+    item, position = (apart > 0).nonzero()[0].tolist()
+    yield Finding(
+        "batch",
+        "Batch items with the same input have different outputs: something is added or chosen by the item's place.",
+        f"With the input of item 0 in every item, item {item} differs from item 0 at position {position} by "
+        f"{float(apart[item, position]):.3g}.",
+        sure=False,
+        fix="Look for a table of positions that is cut or added along the batch, e.g. pe[:x.size(0)].",
+        confirm="--batch-axis 0 or 1",
+    )
 
 
 def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:
