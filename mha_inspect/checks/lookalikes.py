@@ -103,10 +103,11 @@ def _products_in_a_row(run: Run) -> str:
 
 
 def _softmax_between(run: Run, first: Op, second: Op) -> Op | None:
-    """Return the softmax on a way from one product to another; None without one."""
+    """Return the softmax over another dimension than the last on a way between two products; None without one."""
     for factor in second.inputs[-2:]:
         for op in between(run.recording, {first.output.id}, factor):
-            if op.does("softmax"):
+            over = setting(op, 1, "dim") if op.does("softmax") else None
+            if over is not None and over not in (-1, len(op.output.shape) - 1):
                 return op
     return None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import torch
@@ -111,6 +112,10 @@ def distances_of(left: Tensor, right: Tensor) -> Tensor:
     return (left - right).abs().masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
 
 
+_ROUNDED = 1e-6
+"""Products of scales are the same number if their ratio is 1 up to this."""
+
+
 # -- two sides --------------------------------------------------------------------------------------------------------
 
 
@@ -178,18 +183,30 @@ class Side:
         places = self._laid_out(name, torch.arange(value.numel()).view(value.shape))
         if places is None or places.shape != content.shape:
             return None
-        content = content * (self.attention.early_scales.get(name) or 1.0)
+        content = content * _scale_of(self.attention, name)
         numbers = value.new_empty(value.numel())
         numbers[places.flatten().to(value.device)] = content.to(value).flatten()
         return laid_out_as(tensor, numbers.view(value.shape))
 
 
 def without_scale(content: Tensor | None, attention: Attention, stage: str) -> Tensor | None:
-    """Return a stage without the scale that it already has before the scores, e.g. queries divided by √head_dim."""
-    scale = attention.early_scales.get(stage)
-    if content is None or not scale or scale == 1:
+    """Return a stage without the scale that it has early, or with the one that it lacks: scores scaled after a bias."""
+    factor = _scale_of(attention, stage)
+    if content is None or factor == 1:
         return content
-    return content / scale
+    return content / factor
+
+
+def _scale_of(attention: Attention, stage: str) -> float:
+    """Return the factor by which a stage differs from one whose scores alone are scaled: 1 if it is unknown."""
+    if stage != "scores":
+        return attention.early_scales.get(stage) or 1.0
+    factors = [attention.scores_scale, *attention.early_scales.values()]
+    if not attention.scale or None in factors:
+        return 1.0
+    so_far = prod(factor for factor in factors if factor is not None)
+    ratio = so_far / attention.scale
+    return 1.0 if not ratio or abs(ratio - 1) < _ROUNDED else ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +279,7 @@ class Pair:
         left, right = self._as_made(stage)
         if left is None or right is None or left.shape != right.shape:
             return None
-        scale = self.left.attention.early_scales.get(stage) or 1.0
+        scale = _scale_of(self.left.attention, stage)
         return laid_out_as(self.left.attention.stages[stage], right * scale)
 
     def beside(self, stage: str, axes: str, left: Tensor, right: Tensor, floor: float | None) -> Difference | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.axis import resolve, size_of, wide
 from ...naming.visibility import kinds_of
+from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ...text import plural
 from ..arguments import Source, batch_axis_of
@@ -124,11 +125,12 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
     ops = evidence.run.recording.ops
     if source.batch is None or _compares_items(evidence) or any(op.does("draws") for op in ops):
         return
+    returned = [tensor for _, tensor in tensors_in(evidence.run.returned)]
+    if not all(_is_dense(tensor) for tensor in (*returned, *evidence.values.values()) if isinstance(tensor, Tensor)):
+        return  # each item may have a length of its own
     equal = {}
     for name, value in evidence.values.items():
-        is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-        has_items = is_dense and value.dim() > source.batch
-        if has_items and value.shape[source.batch] == source.rows:
+        if isinstance(value, Tensor) and value.dim() > source.batch and value.shape[source.batch] == source.rows:
             equal[name] = value.narrow(source.batch, 0, 1).expand_as(value).clone()
     output = evidence.output_with(equal)
     first = output.narrow(source.batch, 0, 1).expand_as(output)
@@ -142,9 +144,13 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
         f"With the input of item 0 in every item, item {item} differs from item 0 at position {position} by "
         f"{float(apart[item, position]):.3g}.",
         sure=False,
-        fix="Look for a table of positions that is cut or added along the batch, e.g. pe[:x.size(0)].",
+        fix="Cut and add tables of positions along the tokens: pe[:x.size(0)] is cut along the batch.",
         confirm="--batch-axis 0 or 1",
     )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:
