@@ -104,11 +104,17 @@ def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     if cuts is None or cuts.query is None:
         return None
     batch = turns[0].score_product.axes(graph.dimensions).batch
-    if not set(cuts.query.part) <= set(batch):
+    if not set(cuts.query.part) <= set(batch) or not _are_as_many(cuts):
         return None
     if not wide(cuts.query.part):
         _make_cut_axes_one(graph, turns[0], cuts)
     return _joined(graph, turns, cuts)
+
+
+def _are_as_many(cuts: _Cuts) -> bool:
+    """Return whether queries and keys are cut along one axis: groups of query heads, each with a key head, are not."""
+    assert cuts.query is not None
+    return cuts.key is None or size_of(cuts.query.axis) == size_of(cuts.key.axis)
 
 
 def _compute_alike(turns: Sequence[Attention]) -> bool:

@@ -260,7 +260,7 @@ def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) 
     """Yield a fault if a row of concat mixes tokens, or is of another token. Raise `LostError` if it is unknown."""
     query = Factor(evidence, attention, names, "query")
     concat = attention.stages.get("concat")
-    if concat is None or attention.branches:
+    if concat is None or attention.branches or _is_query_of_another(evidence, attention, concat):
         raise LostError
     places = _places_of_concat(attention, names, query, concat)
     scores, context = attention.score_product.op.output, attention.value_product.op.output
@@ -288,6 +288,17 @@ def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) 
         fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
         yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
+
+
+def _is_query_of_another(evidence: Evidence, attention: Attention, concat: TensorRef) -> bool:
+    """Return whether another attention takes concat as its query, e.g. turned, as columns after rows."""
+    graph = evidence.run.graph
+    source = graph.before_moves(concat).id
+    for other, _ in evidence.run.attentions:
+        query = other.stages.get("query")
+        if other is not attention and query is not None and graph.before_moves(query).id == source:
+            return True
+    return False
 
 
 def _places_of_concat(attention: Attention, names: AxisNames, query: Factor, concat: TensorRef) -> tuple[int, ...]:
