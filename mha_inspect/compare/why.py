@@ -23,7 +23,7 @@ from ..text import listed, plural
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
 from .pair import Difference, Pair, Parameters, Reason, Where, Why, are_near, tolerance
-from .reasons.linear import linear
+from .reasons.linear import linear, linear_after
 from .reasons.made_of import behind
 from .reasons.mask import mask
 from .reasons.norm import norm
@@ -256,7 +256,7 @@ class _Search:
             return None
         pair = pair_of(self.left, self.right, 0, self.where)
         difference = pair.beside("the output", "batch query embed", left, right, self._floor)
-        return None if difference is None else form_of(difference)
+        return None if difference is None else form_of(difference) or linear_after(pair, difference)
 
 
 def _is_same_in(pair: Pair, stage: str) -> bool:

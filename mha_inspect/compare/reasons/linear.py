@@ -6,7 +6,7 @@ k_proj on the left = x · W        k_proj on the right = x · Wᵀ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,6 +17,8 @@ from ..pair import Difference, Pair, Side, Why, are_near
 from ..replay import LostError, again, content_of
 from .made_of import MADE_OF
 
+RETURNED = "the output"
+"""In the place of a stage: the first tensor that a run returns."""
 _MOST_RUNS = 64
 """The most runs of the operations between two stages, to learn a matrix."""
 _SHOWN = 8
@@ -56,6 +58,21 @@ def linear(pair: Pair, difference: Difference) -> Why | None:
     return None
 
 
+def linear_after(pair: Pair, difference: Difference) -> Why | None:
+    """Return how the matrices of both sides differ, if what both return is linear in the same concat."""
+    names = pair.left.attention.stages.keys() & pair.right.attention.stages.keys()
+    if "concat" not in names or pair.difference("concat") is not None:
+        return None
+    ours = _map_of(pair.left, "concat", RETURNED, difference.left, difference.near)
+    theirs = _map_of(pair.right, "concat", RETURNED, difference.right, difference.near)
+    if ours is None or theirs is None:
+        return None
+    if are_near(ours.offset, theirs.offset, difference.near):
+        return _transposed(ours, theirs, difference) or _of_low_rank(ours, theirs, difference)
+    why = _of_low_rank(ours, theirs, difference)
+    return None if why is None else replace(why, sentence=f"{why.sentence} Their biases differ too.")
+
+
 def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -> _Map | None:
     """Return a stage as a linear function of another one, from runs with one feature in each token; None if it is none.
 
@@ -90,6 +107,8 @@ def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -
 
 def _ran(side: Side, source: str, stage: str, value: Tensor) -> Tensor:
     """Return `token features` of a stage where another one has these numbers. Raise `LostError` if it cannot."""
+    if stage == RETURNED:
+        return _by_token(again(side.kept, side.attention.stages[source], value, side.run.recording.outputs[0].tensor))
     made = again(side.kept, side.attention.stages[source], value, side.attention.stages[stage])
     content = side.in_canonical_axes(stage, made)
     if content is None:
