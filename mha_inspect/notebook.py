@@ -16,7 +16,9 @@ from .pictures.grid import Picture, depth_shown
 from .pictures.plot import onto, require_matplotlib, size_of
 from .pictures.stages import Attended, for_viewer
 from .pictures.terminal import draw
-from .pictures.viewer import frame, with_viewer
+from .pictures.viewer import drawn_page, frame
+from .render.formats import to_cell, to_text
+from .render.html import Drawn
 from .render.screen import columns, in_color
 from .reports.trace import AttentionReport, Stage, Trace, attention_names
 from .running.subject import Run, keep_stages
@@ -171,7 +173,13 @@ class LiveTrace(Trace):
         drawings: list[Attended] = []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = kept[place] if kept else Kept()
-            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, partial(dict, tensors.contents))
+            drawn = Attended(
+                name,
+                attention.num_heads,
+                attention.num_kv_heads,
+                partial(dict, tensors.contents),
+                report=attention,
+            )
             stages: list[LiveStage] = []
             for stage in attention.stages:
                 stages.append(LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn))
@@ -182,18 +190,14 @@ class LiveTrace(Trace):
         return cls(**of_trace, _attended=tuple(drawings))
 
     def _repr_html_(self) -> str:
-        page = super()._repr_html_()
         viewed = for_viewer(self._attended)
-        if not viewed:
-            return page
-        return page + frame(viewed)
+        return to_cell(self, Drawn(frame(viewed)) if viewed else None)
 
     def _text(self, format: str) -> str:
-        text = super()._text(format)
         if format != "html":
-            return text
+            return super()._text(format)
         viewed = for_viewer(self._attended)
-        return with_viewer(text, viewed) if viewed else text
+        return to_text(self, "html", drawn=drawn_page(viewed) if viewed else None)
 
 
 explain_fields(globals())

@@ -314,9 +314,9 @@ def _wanted(options: Options, stage: str | None, head: str, tokens: str | None) 
                     f"{flag} {shown(text)} only affects pictures, and none is drawn. Add --picture weights."
                 )
         return None
-    if options.device == "meta" and stage is None and options.ending == ".html":
-        return None
-    require_drawable(options)
+    # A page shows shapes where there are no numbers.
+    if stage is not None or options.ending != ".html":
+        require_drawable(options)
     return Wanted(stage or "weights", heads, labels, stage is not None)
 
 
@@ -395,6 +395,7 @@ def _attended(trace: Trace, run: Run) -> list[Attended]:
                 report.num_kv_heads,
                 partial(drawn_of, run, *attention),
                 num_windows=attention[1].num_windows,
+                report=report,
             )
         )
     return attended
