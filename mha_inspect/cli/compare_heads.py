@@ -230,7 +230,8 @@ def _drawn(attended: Sequence[Attended], *, is_page: bool, asked: bool, on_termi
     """
     from ..pictures.stages import for_viewer
 
-    viewed = for_viewer(attended) if is_page else None
+    # The middle one is shown first: a single head has nothing beside it.
+    viewed = for_viewer(attended, attention=len(attended) // 2) if is_page else None
     if asked:
         return Drawn(tuple(item.picture("weights") for item in attended), viewed=viewed)
     pictures = [item.picture("weights") for item in attended if "weights" in item.contents()]

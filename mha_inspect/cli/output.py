@@ -122,7 +122,7 @@ def print_and_export(report: Report, options: Options, export: Destination | Non
         try:
             export.write(_file_content(report, export.format, drawn))
             if not options.quiet:
-                say(f"wrote {shown(export.asked)}")
+                say(f"wrote {export.asked}")
         except ExportError as error:
             failure = error
     out = sys.stdout

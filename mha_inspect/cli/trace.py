@@ -377,7 +377,7 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
         rest = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
         note = f"To draw {rest}: --attention N, or the path of a module."
         pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
-    return Drawn(tuple(pictures), wanted.printed, viewed)
+    return Drawn(tuple(pictures), wanted.printed, viewed=viewed)
 
 
 def _attended(trace: Trace, run: Run) -> list[Attended]:

@@ -158,8 +158,8 @@ def for_viewer(
 ) -> dict[str, Any] | None:
     """Return a page's data: every attention with its stages, and heat maps of scores, weights and stages `more`.
 
-    None if there is nothing to show. `attention`, `stage` and `head` are shown first. The heat maps are of batch item 0;
-    labels that fit no axis of a stage are ignored.
+    None if there is nothing to show. `attention`, `stage` and `head` are shown first. The heat maps are of batch item
+    0; labels that fit no axis of a stage are ignored.
     """
     from .viewer import storages, viewer_data
 

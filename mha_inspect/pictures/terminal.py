@@ -41,7 +41,8 @@ _TICK = 4
 def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none", small: bool = False) -> str:
     """Return the picture as lines of at most `width` columns; the text ends with a line feed.
 
-    A `small` picture is one row of small panels, with as many heads as fit. Masked cells have no colour: a dot if both cells of a character are masked, and blank without colours.
+    A `small` picture is one row of small panels, with as many heads as fit. Masked cells have no colour: a dot if both
+    cells of a character are masked, and blank without colours.
     """
     columns = WIDTH if width is None else max(width, NARROWEST)
     text = ""

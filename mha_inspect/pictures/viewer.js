@@ -10,6 +10,7 @@
     return element;
   };
   const picture = at(".picture"), heads = at(".heads"), ribbons = at(".ribbons");
+  root.classList.toggle("framed", window.parent !== window);
   const EDGE = 64; // cells along a side of a thumbnail
   const chosen = { ...first };
   let cell = null; // row and column of the cell that is read
@@ -152,10 +153,13 @@
     return `${stage.axes[side]} ${start}${last > start ? "–" + last : ""}${name}`;
   }
 
-  // The row with the largest number of a head, shown before a cell is chosen.
+  // The row that is listed before a cell is chosen: of those with the most unmasked numbers, that with the largest.
   function strongest() {
-    const values = numbers(current(), chosen.head), finite = values.map((number) => (Number.isFinite(number) ? number : -Infinity));
-    return Math.floor(Math.max(finite.indexOf(Math.max(...finite)), 0) / current().cells[1]);
+    const [rows, width] = current().cells, values = numbers(current(), chosen.head);
+    const finite = Array.from({ length: rows }, (_, row) => values.subarray(row * width, (row + 1) * width).filter(Number.isFinite));
+    const longest = Math.max(...finite.map((row) => row.length));
+    const largest = finite.map((row) => (row.length === longest ? row.reduce((one, other) => Math.max(one, other), -Infinity) : -Infinity));
+    return Math.max(largest.indexOf(Math.max(...largest)), 0);
   }
 
   const MOST = 5; // the largest numbers of a row that are listed
@@ -165,7 +169,7 @@
     const order = values.map((_, column) => column).filter((column) => Number.isFinite(values[column]));
     order.sort((one, other) => values[other] - values[one]);
     at(".of").textContent = `${stage.heads[chosen.head]}, ${place(stage, 0, row)}: the largest ${stage.stage}`;
-    const largest = Math.max(stage.scale[1], Number.MIN_VALUE);
+    const largest = Math.max(values[order[0]], Number.MIN_VALUE);
     at(".most").replaceChildren(
       ...order.slice(0, MOST).map((column) => {
         const share = make("span", { className: "share" });
@@ -214,6 +218,7 @@
   // The features of a stage, a band for each head; grey for key heads that several heads share.
   function bands(stage, sideways) {
     const { of, runs } = stage.bands, box = make("div", { className: sideways ? "bands sideways" : "bands" });
+    box.classList.toggle("dense", runs.length > 8);
     box.classList.toggle("many", runs.length > 24);
     let first = 0;
     for (const [head, size] of runs) {
@@ -290,7 +295,8 @@
   // share of the height of the other, in the colour of a head if one is given.
   function curve(from, to, head, share = 0.5) {
     const start = from.getBoundingClientRect(), end = to.getBoundingClientRect(), whole = at(".flow").getBoundingClientRect();
-    const down = end.top >= start.bottom - 1 && end.left < start.right + 8 && matchMedia("(max-width: 52rem)").matches;
+    const overlap = end.left < start.right && end.right > start.left;
+    const down = end.top >= start.bottom - 1 && (overlap || matchMedia("(max-width: 52rem)").matches);
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
     const x = [down ? (start.left + start.right) / 2 : start.right, down ? (end.left + end.right) / 2 : end.left];
     const y = [down ? start.bottom : (start.top + start.bottom) / 2, down ? end.top : end.top + share * end.height];
@@ -314,7 +320,8 @@
       const own = flow().is_self ? x : at(`.inputs [data-stage=${PROJECTED[stage.dataset.stage][1]}]`);
       if (own) drawn.push(curve(own, stage));
     }
-    const concat = at(".merged [data-stage=concat]");
+    const concat = at(".merged [data-stage=concat]"), output = at(".merged [data-stage=output]");
+    if (output) drawn.push(curve(concat || middle, output));
     for (const stage of [...boxes, concat].filter(Boolean)) {
       const parts = [...stage.querySelectorAll(".band:not(.of-keys)")], isLast = stage === concat;
       if (!parts.length) drawn.push(isLast ? curve(middle, stage) : curve(stage, middle));
@@ -375,16 +382,21 @@
     fill(control("attention"), places.map((place) => [place, attentions[place].name]), chosen.attention);
     at(".counts").hidden = counts.length < 2;
     at(".count").textContent = attention().count;
+    at(".features").textContent = flow().head_dim ? `× head_dim ${flow().head_dim}` : "";
     control("count").max = counts.length - 1;
     control("count").value = counts.indexOf(attention().count);
     control("count").setAttribute("aria-valuetext", `${attention().count} heads`);
     at(".scale").replaceChildren(...counts.map((count) => make("span", { textContent: count })));
   }
 
+  const COLUMNS = [[8, 4], [12, 6], [16, 8], [Infinity, 10]]; // up to so many heads, so many beside each other
+
   function showHeads() {
     const names = headNames(), drawn = stages().length > 0;
-    heads.classList.toggle("single", names.length === 1);
-    heads.style.setProperty("--card", names.length > 16 ? "3.75rem" : "");
+    const [, columns] = COLUMNS.find(([most]) => names.length <= most);
+    heads.style.setProperty("--columns", Math.min(columns, names.length));
+    heads.classList.toggle("few", names.length <= 4);
+    heads.classList.toggle("many", names.length > 16);
     heads.replaceChildren(
       ...names.map((name, head) => {
         const label = make("span", { className: "name", textContent: name });
@@ -409,7 +421,7 @@
     picture.setAttribute("aria-label", `${stage.stage}, ${stage.heads[chosen.head]}: ${places}`);
     at(".rows").textContent = `← ${axes[0]}`;
     at(".columns").textContent = `${axes[1]} →`;
-    at(".map").style.setProperty("--ratio", Math.max(columns / rows, 0.25));
+    at(".plot").style.setProperty("--ratio", Math.max(columns / rows, 0.25));
     at(".map").style.setProperty("--least", `${Math.min(16 * rows, 160)}px`);
     coloured(at(".most"), chosen.head, stage.heads.length);
     recolour();

@@ -234,11 +234,11 @@ def frame(data: Mapping[str, Any]) -> str:
     """Return the viewer as an iframe for a page with other content, e.g. a notebook."""
     page = (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="UTF-8">{policy()}<title>mha-inspect</title></head>'
-        f"<body>{fragment(data)}</body></html>"
+        f'<body style="margin: 0">{fragment(data)}</body></html>'
     )
     return (
-        f'<iframe title="What the heads attend to" sandbox="allow-scripts" '
-        f'style="width: 100%; height: 52rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
+        f'<iframe title="The attention from input to output" sandbox="allow-scripts" '
+        f'style="width: 100%; height: 43rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     )
 
 

@@ -33,15 +33,23 @@ class Drawn:
 def to_html(page: Page, drawn: Drawn | None = None) -> str:
     """Return the page as one html file, below its first lines a picture if one is drawn: nothing is fetched."""
     styles = _filled("page.css", SCOPE="body", **_COLOURS).strip()
+    lines = [*_verdict(page), *_title(page)]
+    if drawn is not None:
+        lines.append(drawn.content)
+    lines += _sections(page, folds=drawn is not None)
     title = escape(f"mha-inspect: {page.title}")
     policy = "" if drawn is None else drawn.policy
-    return _filled("page.html", POLICY=policy, STYLES=styles, TITLE=title, PAGE=_page(page, drawn))
+    return _filled("page.html", POLICY=policy, STYLES=styles, TITLE=title, PAGE="\n".join(lines))
 
 
 def to_cell(page: Page, drawn: Drawn | None = None) -> str:
     """Return the page as a piece of html for use inside another page, in that page's colours."""
     styles = _filled("page.css", SCOPE=".mha-inspect", **_BETWEEN).strip()
-    return _filled("cell.html", STYLES=styles, PAGE=_page(page, drawn))
+    lines = [*_verdict(page), *_title(page)]
+    if drawn is not None:  # it is seen first
+        lines = [*_verdict(page), drawn.content, *_title(page)]
+    content = "\n".join([*lines, *_sections(page, folds=drawn is not None)])
+    return _filled("cell.html", STYLES=styles, PAGE=content)
 
 
 def _filled(name: str, **values: str) -> str:
@@ -55,18 +63,19 @@ def with_pre(page: str, text: str) -> str:
     return f'{body}<section class="scroll"><pre>{escape(text)}</pre></section>\n</body>{end}'
 
 
-def _page(page: Page, drawn: Drawn | None) -> str:
-    lines: list[str] = []
+def _verdict(page: Page) -> Iterator[str]:
     if page.verdict is not None:
-        lines += _block(page.verdict)
-    lines.append(_titled("h1", page.title, page.detail))
-    lines.append(_element("p", escape(page.subtitle), "muted"))
-    if drawn is not None:
-        lines.append(drawn.content)
+        yield from _block(page.verdict)
+
+
+def _title(page: Page) -> Iterator[str]:
+    yield _titled("h1", page.title, page.detail)
+    yield _element("p", escape(page.subtitle), "muted")
+
+
+def _sections(page: Page, *, folds: bool) -> Iterator[str]:
     for part in _parts(page.sections):
-        folds = drawn is not None and _is_long(part)
-        lines += _folded(part) if folds else _open(part)
-    return "\n".join(lines)
+        yield from _folded(part) if folds and _is_long(part) else _open(part)
 
 
 def _parts(sections: Iterable[Section]) -> list[list[Section]]:
