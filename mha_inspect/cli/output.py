@@ -51,11 +51,11 @@ class Drawn:
 
     pictures: tuple[Picture, ...]
     printed: bool = True
-    """Whether they follow the report on stdout, and in a file of text or a page; otherwise only a PNG has them."""
+    """Whether they follow the report on stdout, and in a file of text; otherwise only a PNG has them."""
     small: bool = False
-    """Whether they are small, a line of panels each; then a file of text or a page has none."""
+    """Whether they are small, a row of panels each; then a file of text has none."""
     viewed: dict[str, Any] | None = None
-    """The data of the interactive viewer that replaces the pictures in a page; None without it, and for other files."""
+    """The data of the picture of a page; None for other files."""
 
     def text(self, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file if it is None: of any width, and without colour."""
@@ -159,13 +159,8 @@ def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> 
 
         return to_text(report, "html", drawn=drawn_page(drawn.viewed))
     text = to_text(report, cast("Format", format))
-    if drawn is None or not drawn.printed or drawn.small or format == "json":  # JSON has no pictures
-        return text
-    if format == "plain":
-        return text + drawn.text()
-    from ..render.html import with_pre
-
-    return with_pre(text, drawn.text())
+    follows = drawn is not None and drawn.printed and not drawn.small and format == "plain"
+    return text + drawn.text() if drawn is not None and follows else text
 
 
 def say(message: str) -> None:

@@ -30,13 +30,16 @@
       stage.codes = stage.bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
       stage.data = null;
     }
+    if (stage.last && stage.last.head === head) return stage.last.values; // a pointer asks for one head again and again
     const size = stage.cells[0] * stage.cells[1], most = 2 ** stage.bits - 3;
     const low = stage.low[head], step = (stage.high[head] - low) / (most - 1);
-    return Float32Array.from(stage.codes.subarray(head * size, (head + 1) * size), (code) => {
+    const values = Float32Array.from(stage.codes.subarray(head * size, (head + 1) * size), (code) => {
       if (code === 0) return -Infinity;
       if (code > most) return code === most + 1 ? Infinity : NaN;
       return low + (code - 1) * step;
     });
+    stage.last = { head, values };
+    return values;
   }
 
   // The largest number of each block of cells, of which there are at most 64 along a side.
@@ -350,14 +353,15 @@
     card.replaceChildren(...said);
   }
 
-  function point_out(event) {
+  function pointOut(event) {
     const stage = event.target.closest("[data-stage]");
     describe(stage ? stage.dataset.stage : shownStage(), stage && event.target.closest(".band"));
   }
   const shownStage = () => (stages().length ? current().stage : "weights");
-  for (const kind of ["pointerover", "focusin"]) at(".flow").addEventListener(kind, point_out);
+  for (const kind of ["pointerover", "focusin"]) at(".flow").addEventListener(kind, pointOut);
   at(".flow").addEventListener("pointerleave", () => describe(shownStage()));
   at(".flow").addEventListener("click", (event) => {
+    pointOut(event); // a finger points at nothing before, and some browsers give no focus for it
     const stage = event.target.closest("[data-stage]"), band = event.target.closest(".band:not(.of-keys)");
     if (band && Number(band.dataset.head) < headNames().length) return go({ head: Number(band.dataset.head) });
     if (stage && stages().some((one) => one.stage === stage.dataset.stage)) {
@@ -365,6 +369,32 @@
       at(`.flow [data-stage=${stage.dataset.stage}]`).focus();
     }
   });
+
+  // -- all heads of all attentions, a row for each attention ---------------------------------------------------------
+
+  const all = at(".all"), drawnIn = (one) => one.stages.find((stage) => stage.stage === chosen.stage) || one.stages.at(-1);
+
+  function small(index, head, name) {
+    const stage = drawnIn(attentions[index]), canvas = make("canvas", { className: "thumb" });
+    const shown = thumbnail(stage, head), button = make("button", { type: "button", title: `${name}, ${stage.heads[head]}` }, canvas);
+    paint(canvas, stage, shown.numbers, shown.size);
+    button.setAttribute("aria-label", button.title);
+    button.setAttribute("aria-pressed", String(index === chosen.attention && head === chosen.head));
+    button.addEventListener("click", () => go({ attention: index, head }));
+    return button;
+  }
+
+  function showAll() {
+    all.hidden = attentions.length < 2 || !stages().length;
+    if (all.hidden || !all.open) return;
+    const rows = attentions.flatMap((one, index) => {
+      if (!one.stages.length) return [];
+      const thumbs = drawnIn(one).heads.map((_, head) => small(index, head, one.name));
+      return [make("p", { textContent: one.name }), make("div", { className: "row" }, ...thumbs)];
+    });
+    at(".grid").replaceChildren(...rows);
+  }
+  all.addEventListener("toggle", showAll);
 
   // -- what is chosen -----------------------------------------------------------------------------------------------
 
@@ -441,6 +471,7 @@
     describe(shownStage());
     mark();
     curves();
+    showAll();
   }
 
   function go(change, focuses) {

@@ -35,7 +35,7 @@ def to_html(page: Page, drawn: Drawn | None = None) -> str:
     styles = _filled("page.css", SCOPE="body", **_COLOURS).strip()
     lines = [*_verdict(page), *_title(page)]
     if drawn is not None:
-        lines.append(drawn.content)
+        lines = [*_verdict(page), *_fix(page), *_title(page), drawn.content]
     lines += _sections(page, folds=drawn is not None)
     title = escape(f"mha-inspect: {page.title}")
     policy = "" if drawn is None else drawn.policy
@@ -47,7 +47,7 @@ def to_cell(page: Page, drawn: Drawn | None = None) -> str:
     styles = _filled("page.css", SCOPE=".mha-inspect", **_BETWEEN).strip()
     lines = [*_verdict(page), *_title(page)]
     if drawn is not None:  # it is seen first
-        lines = [*_verdict(page), drawn.content, *_title(page)]
+        lines = [*_verdict(page), *_fix(page), drawn.content, *_title(page)]
     content = "\n".join([*lines, *_sections(page, folds=drawn is not None)])
     return _filled("cell.html", STYLES=styles, PAGE=content)
 
@@ -57,15 +57,15 @@ def _filled(name: str, **values: str) -> str:
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], text)
 
 
-def with_pre(page: str, text: str) -> str:
-    """Return a whole page with a preformatted text at its end."""
-    body, _, end = page.rpartition("</body>")
-    return f'{body}<section class="scroll"><pre>{escape(text)}</pre></section>\n</body>{end}'
-
-
 def _verdict(page: Page) -> Iterator[str]:
     if page.verdict is not None:
         yield from _block(page.verdict)
+
+
+def _fix(page: Page) -> Iterator[str]:
+    """Yield how to fix what the verdict says, above a picture: the findings stand below it."""
+    if page.fix:
+        yield _element("p", escape(f"fix: {page.fix}"))
 
 
 def _title(page: Page) -> Iterator[str]:

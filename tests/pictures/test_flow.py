@@ -148,6 +148,18 @@ def hover(page, selector: str) -> None:
     ActionChains(page.driver).move_to_element(page.find(selector)).perform()
 
 
+def tap(page, selector: str) -> None:
+    """Touch the middle of an element."""
+    page.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
+    left, top, right, bottom = boxes(page, selector)[0]
+    point = {"x": (left + right) / 2, "y": (top + bottom) / 2}
+    page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        page.driver.execute_cdp_cmd("Input.synthesizeTapGesture", {**point, "gestureSourceType": "touch"})
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory) -> Path:
     """A page of two attentions with four heads."""
@@ -194,7 +206,7 @@ def test_a_stage_is_told_by_pointing_at_it(page, traced, width):
     for stage in trace["stages"]:
         selector = f".flow [data-stage={stage['name']}]"
         if width == 420:
-            page.find(selector).click()
+            tap(page, selector)
         else:
             hover(page, selector)
         said = page.find(".card").text
@@ -231,6 +243,41 @@ def test_a_head_is_chosen_by_click_by_band_and_by_key(page, traced):
     ring = page.run("const s = getComputedStyle(document.activeElement); return [s.outlineStyle, s.outlineWidth]")
     assert ring == ["solid", "3px"]
     assert page.complaints == []
+
+
+def test_every_head_of_every_attention_is_a_click_away(page, traced):
+    page.open(traced, width=1280)
+    page.find(".all summary").click()
+    assert [len(boxes(page, f".row:nth-of-type({row}) .thumb")) for row in (1, 2)] == [4, 4]
+    page.find(".row:nth-of-type(2) button:nth-of-type(3)").click()
+    assert page.text(".read") == "weights, head 2"
+    assert page.run("return document.querySelector('[name=attention]').value") == "1"
+    assert page.find(".row [aria-pressed=true]").get_attribute("aria-label").endswith("self_attn, head 2")
+
+
+def test_a_problem_and_its_fix_stand_above_the_picture(page, invoke, tmp_path):
+    module = tmp_path / "wrong.py"
+    module.write_text(
+        "from torch import nn\n\n\nclass Wrong(nn.Module):\n"
+        "    def __init__(self, embed_dim=24, num_heads=4):\n"
+        "        super().__init__()\n"
+        "        self.num_heads = num_heads\n"
+        "        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))\n\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = (w(x).view(len(x), self.num_heads, x.shape[1], -1) for w in (self.q, self.k, self.v))\n"
+        "        weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)\n"
+        "        return self.o((weights @ v).transpose(1, 2).flatten(2))\n"
+    )
+    invoke("trace", f"{module}:Wrong", "--seq-len", "6", "-o", str(tmp_path / "a.html"))
+    page.open(tmp_path / "a.html", width=1280)
+    picture = boxes(page, ".mha-viewer")[0][1]
+    for line in page.driver.find_elements("css selector", "body > p")[:2]:
+        assert line.rect["y"] + line.rect["height"] <= picture
+    assert "split without transpose" in page.find("body > p").text
+    assert page.find("body > p:nth-of-type(2)").text.startswith("fix: ")
+    # The rows of a head are not known, so none is coloured.
+    assert page.run("return document.querySelectorAll('[data-stage=q_proj] .band').length") == 0
+    assert len(boxes(page, ".heads .thumb")) == 4
 
 
 def test_a_stage_with_numbers_is_drawn_by_click(page, traced):
