@@ -11,6 +11,7 @@ from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair,
 from ..text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, exchange_sentences
 from .reordered import order_words
+from .tensor_pairs import ZEROS_LEFT, ZEROS_RIGHT
 
 _NAMED = 5
 """Number of heads in the answer."""
@@ -37,6 +38,7 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
         for note in _notes_on_packing(report.tensors):
             yield f"{note[0].upper()}{note[1:]}."
     yield from exchange_sentences(exchanges)
+    yield from _of_zeros(report.tensors)
     yield from _orders(report.tensors)
     yield from _most_changed(_changed_matrices(report.parts, exchanges))
 
@@ -85,6 +87,14 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     on_right = Counter(pair.right_name for pair in pairs)
     packed = [pair for pair in pairs if on_left[pair.name] > 1 or on_right[pair.right_name] > 1]
     return list(dict.fromkeys(pair.note for pair in packed))
+
+
+def _of_zeros(pairs: Sequence[TensorPair]) -> Iterator[str]:
+    """Yield the tensors that are all zeros on one side alone."""
+    for note in (ZEROS_LEFT, ZEROS_RIGHT):
+        names = [pair.name for pair in pairs if pair.note == note]
+        if names:
+            yield f"{first_few(names, _NAMED)}: {note}."
 
 
 def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:

@@ -70,6 +70,10 @@ def pair_of_other_shape(files: TwoFiles, name: str, right_name: str) -> TensorPa
     )
 
 
+ZEROS_LEFT, ZEROS_RIGHT = "all zeros on the left", "all zeros on the right"
+"""Notes on tensors of which one side has no numbers but zeros, as a conversion leaves those that it did not find."""
+
+
 def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
     """Compare two tensors."""
     pair = pair_of_other_shape(files, name, right_name)
@@ -94,7 +98,16 @@ def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
         verdict=difference.verdict,
         max_abs_difference=difference.largest,
         relative_difference=difference.relative,
+        note=_zeros(left, right),
     )
+
+
+def _zeros(left: Tensor, right: Tensor) -> str:
+    """Return which side has zeros alone; empty if both have, or none."""
+    is_left, is_right = not bool(left.any()), not bool(right.any())
+    if is_left == is_right:
+        return ""
+    return ZEROS_LEFT if is_left else ZEROS_RIGHT
 
 
 def _as_transposed(pair: TensorPair) -> TensorPair:

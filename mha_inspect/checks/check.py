@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,11 @@ from ..running.subject import Run, State, Subject
 from ..text import first_few, plural
 from .arguments import Arguments, require_apart
 from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .given import without_effect
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts
 from .lookalikes import found_instead
-from .masked_runs import mask_facts
+from .masked_runs import facts_of_missing, mask_facts
 from .registry import Rule, all_rules
 from .rules.scale import scale_words
 from .rules.softmax import lone_softmaxes
@@ -36,6 +37,8 @@ from .same import draws
 _Result = Finding | PassedCheck | SkippedCheck
 
 
+_FEW = 2
+"""The most attentions of a module whose arguments are tried in a trace."""
 _RULES = all_rules()
 _OF_ONE_RUN = tuple(name for name, entry in _RULES.items() if not entry.runs and name not in ("inputs", "reference"))
 """The checks of a run that has been made. Whether it wrote into its inputs, copies from before it would show."""
@@ -123,10 +126,19 @@ def _sure_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (not finding.sure, CHECKS.index(finding.check)))
 
 
-def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
-    """Return what is wrong, or may be, in one run whose tensors were kept; `state` is that before the run.
+@dataclass(frozen=True)
+class Judgement:
+    """What is wrong, or may be, in a run that was made, and what its arguments do."""
 
-    These are the findings of the checks that need no other run and no declared intent.
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+
+def judged(subject: Subject, run: Run, state: State) -> Judgement:
+    """Judge one run whose tensors were kept; `state` is that before the run.
+
+    The findings are those of the checks that need no other run and no declared intent. What the arguments of a small
+    module do is learned from a few runs of its own.
     """
     tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
     on_meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
@@ -143,10 +155,31 @@ def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
         again=None,
     )
     try:
-        return tuple(map(_with_way, _findings_of_one_run(evidence)))
+        findings = _findings_of_one_run(evidence)
+        notes: tuple[str, ...] = ()
+        if not on_meta and 0 < len(run.attentions) <= _FEW and _is_written_by_hand(subject.module):
+            before = subject.state()
+            tried = replace(evidence, once=False)
+            findings += without_effect(tried)
+            notes = tuple(_notes_of_arguments(tried))
+            before.restore()
+        return Judgement(tuple(map(_with_way, _sure_first(findings))), notes)
     finally:
         # Functions of the checks refer to it in circles, which would keep the tensors until the collector runs.
         vars(evidence).clear()
+
+
+def _is_written_by_hand(module: nn.Module) -> bool:
+    """Return whether a module is no layer of a library, whose arguments are documented."""
+    return type(module).__module__.partition(".")[0] not in ("torch", "transformers", "mha_inspect")
+
+
+def _notes_of_arguments(evidence: Evidence) -> Iterator[str]:
+    """Yield what optional arguments that stayed None do, and in how many runs it was learned."""
+    said = [fact.sentence for fact in facts_of_missing(evidence)]
+    if said:
+        runs = plural(evidence.runner.runs, "further run")
+        yield f"{'. '.join(said)}. Learned from {runs}."
 
 
 def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
@@ -158,8 +191,7 @@ def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
         results = list(_results(evidence, name, _RULES[name]))
         findings += [result for result in results if isinstance(result, Finding)]
         evidence.failed.update(_failed(results))
-    findings += _drops_in_eval(evidence)
-    return _sure_first(findings)
+    return [*findings, *_drops_in_eval(evidence)]
 
 
 def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:

@@ -23,7 +23,9 @@ from .evidence import OTHER_SIZES, Evidence, RaisedError
 
 def _is_tried(evidence: Evidence, name: str, value: object) -> bool:
     """Return whether an argument is a tensor of numbers beside the tokens and the cache."""
-    if not isinstance(value, Tensor) or not value.numel() or value.is_meta or value.is_complex():
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        return False
+    if not value.numel() or value.is_meta or value.is_complex():
         return False
     if name in CACHES or name in (evidence.intent.cache, evidence.intent.padding):
         return False  # a declared mask and a cache have checks of their own
@@ -92,8 +94,8 @@ def _opposite(value: Tensor) -> Tensor | None:
 
 
 def _is_same(before: object, after: object) -> bool:
-    left = [tensor.detach() for _, tensor in tensors_in(before)]
-    right = [tensor.detach() for _, tensor in tensors_in(after)]
+    left = [dense(tensor.detach()) for _, tensor in tensors_in(before)]
+    right = [dense(tensor.detach()) for _, tensor in tensors_in(after)]
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 

@@ -6,8 +6,10 @@ q @ (k.mT @ v)                       # linear attention: no score of a query and
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ..graph.axis import setting
 from ..graph.rerun import between
 from ..record.ops import Op, TensorRef
 from ..running.subject import Run
@@ -48,9 +50,9 @@ def _weights(run: Run) -> str:
     recording = run.recording
     for product in run.recording.ops:
         content = recording.values.get(product.inputs[0].id) if product.inputs else None
-        if content is None or content.dim() < 3 or not product.does("product") or len(product.inputs) < 2:
+        if content is None or content.is_nested or content.dim() < 3 or len(product.inputs) < 2:
             continue
-        if not run.graph.comes_from_inputs(*product.inputs[-2:]) or not _sums_to_one(content, (-1,)):
+        if not product.does("product") or not _is_of_activations(run, product) or not _sums_to_one(content, (-1,)):
             continue
         made_of = [op for op in recording.ops[: product.index] if op.does("product") and _is_of_activations(run, op)]
         if not any(between(recording, {op.output.id}, product.inputs[0]) for op in made_of):
@@ -83,6 +85,13 @@ def _products_in_a_row(run: Run) -> str:
         return ""
     for place, first in enumerate(products):
         for second in products[place + 1 :]:
+            softmax = _softmax_between(run, first, second)
+            if softmax is not None:
+                over = setting(softmax, 1, "dim")
+                return (
+                    f"Found instead: a softmax over dimension {over} of {list(softmax.output.shape)}, between two "
+                    f"products ({softmax.source}). Attention needs it over the keys of each query."
+                )
             if any(_follows(run, first, factor) for factor in second.inputs[-2:]):
                 return (
                     "Found instead: two products of activations in a row, "
@@ -91,6 +100,16 @@ def _products_in_a_row(run: Run) -> str:
                     "Nothing between them sums to 1, as in linear attention."
                 )
     return ""
+
+
+def _softmax_between(run: Run, first: Op, second: Op) -> Op | None:
+    """Return the softmax over another dimension than the last on a way between two products; None without one."""
+    for factor in second.inputs[-2:]:
+        for op in between(run.recording, {first.output.id}, factor):
+            over = setting(op, 1, "dim") if op.does("softmax") else None
+            if over is not None and over not in (-1, len(op.output.shape) - 1):
+                return op
+    return None
 
 
 def _follows(run: Run, first: Op, factor: TensorRef) -> bool:
@@ -114,7 +133,8 @@ def _may_sum_to_one(content: Tensor) -> bool:
 
 def _sums_to_one(content: Tensor, over: tuple[int, ...]) -> bool:
     """Return whether numbers are weights over these dimensions."""
-    if not content.is_floating_point() or content.is_meta or content.dim() < 2 or bool((content < 0).any()):
+    is_plain = content.layout is torch.strided and not content.is_nested and not content.is_meta
+    if not is_plain or not content.is_floating_point() or content.dim() < 2 or bool((content < 0).any()):
         return False
     sums = content.detach().double().sum(over)
     return sums.numel() < content.numel() and float((sums - 1).abs().max()) < 1e-3

@@ -211,7 +211,7 @@ def _whole_masks(evidence: Evidence, name: str, *, keeps: bool) -> Iterator[Tens
 # -- arguments that were not given ------------------------------------------------------------------------------------
 
 
-def _facts_of_missing(evidence: Evidence) -> Iterator[Fact]:
+def facts_of_missing(evidence: Evidence) -> Iterator[Fact]:
     """Yield what optional arguments that stayed None do, if they take a mask: they are part of the module too."""
     if not evidence.sources or evidence.sources[0].positions is None:
         return
@@ -452,7 +452,7 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
         elif run.pairs and not run.hides and torch.equal(run.output, run.base):
             place = int(run.keys[0].nonzero()[0])
             yield Fact("mask", f"{run.name} has no effect on key {place}: it is equally visible with either value")
-    yield from _facts_of_missing(evidence)
+    yield from facts_of_missing(evidence)
 
 
 def padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:

@@ -108,7 +108,7 @@ def _of_modes(evidence: Evidence, apart: float) -> Finding:
     sentence = f"With dropout off, train and eval differ by {apart:.3g}."
     proof = "Both modes had the same input and seed, and nothing was dropped."
     with suppress(Exception):  # a module may not be copyable, and user code may raise anything
-        first = _first_stage(evidence, _in_training(evidence.subject), Where("in eval", "in train", "train"))
+        first = _first_stage(evidence, _in_training(evidence.subject), Where("in eval", "in train"))
         if first is not None:
             sentence = f"{sentence[:-1]}; the first difference is in {first.name}."
             return Finding(
@@ -269,7 +269,7 @@ def _against(evidence: Evidence, compared: Subject) -> Iterator[Finding]:
         return
     first = _FirstStage("the output", "", "", ())
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
-        called = Where("here", "in the reference", "the reference")
+        called = Where("here", "in the reference")
         first = _first_stage(evidence, compared, called) or first
     sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {first.name}."]
     sentences += [reason.sentence for reason in first.why]

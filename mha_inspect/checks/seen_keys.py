@@ -378,12 +378,12 @@ class SeenKeys:
         """Return a name for who sees whom in any head."""
         if self.open:
             return "every query sees every key"
+        if not bool(self.pairs.any()):
+            return "no query sees a key"
         if self.alone:
             return "each query sees only itself"
         if self.is_causal:
             return self._causal_words()
-        if not bool(self.pairs.any()):
-            return "no query sees a key"
         mirrored = int(self.distance[self.pairs].abs().max())
         if torch.equal(self.pairs, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"

@@ -274,8 +274,8 @@ def _fitting(options: Options) -> Iterator[None]:
         raise
 
 
-def load(text: str | None, options: Options) -> Subject:
-    """Build a layer or a target, and make its inputs.
+def load(text: str | None, options: Options, tick: Tick = lambda words: None) -> Subject:
+    """Build a layer or a target, and make its inputs; `tick` is called with whose code is run.
 
     An error of the forward is ignored here: it is raised again when the forward is recorded.
     """
@@ -284,7 +284,9 @@ def load(text: str | None, options: Options) -> Subject:
     if text is None:
         spec = attention(options, single_head_count(options, "trace"))
         return load_layer(spec, inputs(options), run(options), options.layer)
+    tick("importing and building it")
     target = load_target(text, options)
+    tick("its forward")
     return subject_of(target, call_of(target, options, may_fail=True), options.seed, options.grad)
 
 

@@ -211,11 +211,11 @@ def _traced(
 ) -> tuple[Trace, Run | None]:
     """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
     show = subject.show(options)
-    with subject.running(options, f"tracing {target or options.layer}"):
+    with subject.running(options, f"tracing {target or options.layer}") as tick:
         from ..call.call import explaining, way_out
         from ..questions.trace import traced
 
-        loaded = subject.load(target, options)
+        loaded = subject.load(target, options, tick)
         try:
             with explaining(loaded):
                 if loop is not None:

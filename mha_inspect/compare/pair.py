@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import torch
@@ -52,8 +53,6 @@ class Where:
 
     left: str = "on the left"
     right: str = "on the right"
-    subject: str = "the right"
-    """The right side as the subject of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,10 @@ def distances_of(left: Tensor, right: Tensor) -> Tensor:
     if not left.is_complex():
         left, right = left.double(), right.double()
     return (left - right).abs().masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
+
+
+_ROUNDED = 1e-6
+"""Products of scales are the same number if their ratio is 1 up to this."""
 
 
 # -- two sides --------------------------------------------------------------------------------------------------------
@@ -180,18 +183,46 @@ class Side:
         places = self._laid_out(name, torch.arange(value.numel()).view(value.shape))
         if places is None or places.shape != content.shape:
             return None
-        content = content * (self.attention.early_scales.get(name) or 1.0)
+        content = content * _scale_of(self.attention, name)
         numbers = value.new_empty(value.numel())
         numbers[places.flatten().to(value.device)] = content.to(value).flatten()
         return laid_out_as(tensor, numbers.view(value.shape))
 
 
 def without_scale(content: Tensor | None, attention: Attention, stage: str) -> Tensor | None:
-    """Return a stage without the scale that it already has before the scores, e.g. queries divided by √head_dim."""
-    scale = attention.early_scales.get(stage)
-    if content is None or not scale or scale == 1:
+    """Return a stage without the scale that it has early, or with the one that it lacks: scores scaled after a bias."""
+    factor = _scale_of(attention, stage)
+    if content is None or factor == 1:
         return content
-    return content / scale
+    return content / factor
+
+
+def _scale_of(attention: Attention, stage: str) -> float:
+    """Return the factor by which a stage differs from one whose scores alone are scaled: 1 if it is unknown."""
+    if stage != "scores":
+        return attention.early_scales.get(stage) or 1.0
+    factors = [attention.scores_scale, *attention.early_scales.values()]
+    if not attention.scale or None in factors:
+        return 1.0
+    so_far = prod(factor for factor in factors if factor is not None)
+    ratio = so_far / attention.scale
+    return 1.0 if not ratio or abs(ratio - 1) < _ROUNDED else ratio
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters that a difference may be made of."""
+
+    named: Mapping[str, Tensor]
+    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Those that no operation reads, on the left and on the right."""
+
+    def of_dimensions(self, count: int) -> dict[str, Tensor]:
+        """Return the parameters of as many dimensions, by name."""
+        return {name: parameter.detach() for name, parameter in self.named.items() if parameter.dim() == count}
+
+
+NO_PARAMETERS = Parameters({})
 
 
 def _unmeasured(stage: str, like: Tensor) -> float | None:
@@ -209,12 +240,7 @@ class Pair:
     """The rounding error of a stage, in the form of a tensor that it is compared with; None if it was not measured."""
     blind: Rows = ()
     """The queries with every key masked out: their results are not defined."""
-    vectors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of one dimension, by name."""
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of two dimensions, by name."""
-    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """The parameters that no operation reads, on the left and on the right."""
+    parameters: Parameters = NO_PARAMETERS
     weights: tuple[Weights, Weights] | None = None
     """The places of the weights of both sides; None if they are not known."""
 
@@ -253,7 +279,7 @@ class Pair:
         left, right = self._as_made(stage)
         if left is None or right is None or left.shape != right.shape:
             return None
-        scale = self.left.attention.early_scales.get(stage) or 1.0
+        scale = _scale_of(self.left.attention, stage)
         return laid_out_as(self.left.attention.stages[stage], right * scale)
 
     def beside(self, stage: str, axes: str, left: Tensor, right: Tensor, floor: float | None) -> Difference | None:
@@ -265,9 +291,7 @@ class Pair:
             right=right,
             near=max(tolerance(left, floor), tolerance(right, floor)),
             where=self.where,
-            vectors=self.vectors,
-            matrices=self.matrices,
-            unread=self.unread,
+            parameters=self.parameters,
         )
         return None if difference.is_explained_by(right) else difference
 
@@ -284,12 +308,7 @@ class Difference:
     near: float
     """Numbers up to this far apart are the same."""
     where: Where = Where()
-    vectors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of one dimension, by name."""
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters of two dimensions, by name."""
-    unread: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """The parameters that no operation reads, on the left and on the right."""
+    parameters: Parameters = NO_PARAMETERS
 
     @cached_property
     def names(self) -> list[str]:

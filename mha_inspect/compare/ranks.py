@@ -19,7 +19,7 @@ from ..text import shape as shape_text
 from .forms import form_of
 from .forms.order import places_in
 from .forms.term import added_parameter
-from .pair import Difference, Where, tolerance
+from .pair import Difference, Parameters, Where, tolerance
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +78,9 @@ class _Ranks:
             return None
 
     @cached_property
-    def _biases(self) -> dict[str, Tensor]:
-        """The parameters of one dimension: biases, and weights of norms."""
-        parameters = self.subject.module.named_parameters()
-        return {name: local(vector).detach() for name, vector in parameters if vector.dim() == 1}
+    def _parameters(self) -> Parameters:
+        named = self.subject.module.named_parameters()
+        return Parameters({name: local(parameter) for name, parameter in named})
 
     def differences(self) -> Iterator[str]:
         """Yield what differs, in the order of computation, as sentences."""
@@ -96,7 +95,7 @@ class _Ranks:
                 if stage in precise:
                     floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype))
                 every = self.cut.of_every_rank(place, stage)
-                at = _StageOfRanks(stage, expected, every, self._biases, floor, whole_ranks=self.cut.ranks)
+                at = _StageOfRanks(stage, expected, every, self._parameters, floor, whole_ranks=self.cut.ranks)
                 for rank in range(len(every)):
                     words = at.words(rank)
                     if words:
@@ -118,8 +117,8 @@ class _StageOfRanks:
     """The stages of the whole module, by name."""
     every: Sequence[Tensor]
     """The stage of each rank."""
-    biases: Mapping[str, Tensor]
-    """Vectors among the parameters of the whole module, by name."""
+    parameters: Parameters
+    """Those of the whole module."""
     floor: float
     """The rounding error of the stage."""
     whole_ranks: int
@@ -154,7 +153,7 @@ class _StageOfRanks:
             right=content,
             near=self._near,
             where=Where("in the whole module", f"on rank {rank}"),
-            vectors=self.biases,
+            parameters=self.parameters,
         )
 
     def _reasons(self, rank: int) -> Iterator[str]:

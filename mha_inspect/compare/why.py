@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..record.ops import Recording, TensorRef
 from ..text import listed, plural
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
-from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
+from .pair import Difference, Pair, Parameters, Reason, Where, Why, are_near, tolerance
 from .reasons.linear import linear
 from .reasons.made_of import behind
 from .reasons.mask import mask
@@ -109,23 +108,16 @@ def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where)
     """Return the same attention of two runs, with the rounding errors that were measured."""
     blind = tuple(sorted({*left.masked_queries(place), *right.masked_queries(place)}))
     noise = partial(_noise, left, right, place, blind)
-    vectors: dict[str, Tensor] = {}
-    matrices: dict[str, Tensor] = {}
-    for name, parameter in chain(right.subject.module.named_parameters(), left.subject.module.named_parameters()):
-        if parameter.dim() == 1:
-            vectors[name] = parameter
-        if parameter.dim() == 2:
-            matrices[name] = parameter
+    named = {**dict(left.subject.module.named_parameters()), **dict(right.subject.module.named_parameters())}
+    unread = _unread(left.run.recording), _unread(right.run.recording)
     return Pair(
         left=left.side(place),
         right=right.side(place),
         where=where,
         noise=noise,
         blind=blind,
-        vectors=vectors,
-        matrices=matrices,
+        parameters=Parameters(named, unread),
         weights=(left.weights[place], right.weights[place]) if not unreadable(left, right) else None,
-        unread=(_unread(left.run.recording), _unread(right.run.recording)),
     )
 
 

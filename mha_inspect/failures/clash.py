@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from .. import text
-from .facts import BROADCASTS, VIEWS, Facts, Operand, first_clash
+from .facts import BROADCASTS, NORMS, VIEWS, Facts, Operand, first_clash
 from .reached import LAYERS, SDPA
 
 
@@ -35,6 +35,8 @@ def _of_two(base: str, first: Operand, second: Operand) -> str:
     """Return what does not fit in a call that broadcasts, or in a linear layer; empty for other calls."""
     if base == "linear":
         return _of_linear(first, second)
+    if base in NORMS:
+        return _of_norm(first, second)
     if base not in BROADCASTS:
         return ""
     place = first_clash(first.shape, second.shape)
@@ -69,6 +71,22 @@ def _of_linear(x: Operand, weight: Operand) -> str:
     if x.shape[-1] == features:
         return ""
     return f"{x.text}; {weight.name} {text.shape(weight.shape)} expects {features} features."
+
+
+def _of_norm(x: Operand, weight: Operand) -> str:
+    """Return the dimension of the input that differs from that of a norm's weight; empty if none does."""
+    size = len(weight.shape)
+    if len(x.shape) < size:
+        return ""
+    for place in range(-size, 0):
+        if x.shape[place] != weight.shape[place]:
+            start = (
+                f"{x.text}; {weight.is_shape}, for the last {size} dimensions"
+                if size > 1
+                else f"{x.text}; {weight.is_shape}"
+            )
+            return f"{start}: {x.axis(place)} meets {weight.shape[place]}."
+    return ""
 
 
 def _clashes(left: Operand, right: Operand, place: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -254,10 +254,8 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
     names = _Names.of(run, site, recorder)
     reached = reach(run, call or Call(), tensors if call is not None else ())
-    numbers = [f"operand {number}" for number, _ in enumerate(tensors, 1)]
-    sources = site.operands if call is not None and len(site.operands) == len(tensors) else numbers
     operands = []
-    for given, source in zip(tensors, sources, strict=True):
+    for given, source in zip(tensors, _sources_of(site, call, len(tensors)), strict=True):
         operands.append(_operand_of(given, source, reached, names))
     return Facts(
         error=error,
@@ -272,6 +270,18 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         passed=_passed(site, recorder, names),
         cut=_rows_cut(site.module),
     )
+
+
+def _sources_of(site: Site, call: Call | None, count: int) -> Sequence[str]:
+    """Return the source of each tensor of the call, as far as the line shows which is which; else its number."""
+    if call is not None and len(site.operands) == count:
+        return site.operands
+    if call is not None and len(site.operands) == len(call.args):
+        pairs = zip(site.operands, call.args, strict=True)
+        sources = [source for source, value in pairs if isinstance(value, Tensor)]
+        if len(sources) == count:
+            return sources
+    return [f"operand {number}" for number in range(1, count + 1)]
 
 
 @dataclass(frozen=True)

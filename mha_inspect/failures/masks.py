@@ -107,6 +107,7 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         return
     if shape == (first, first) and len(scores) > 2 and first not in (query, key):
         yield _of_the_batch(facts, masking)
+    yield from _for_each_head(masking)
     what = f"{mask.is_shape}, and the scores are {text.shape(scores)}."
     missing = len(scores) - len(shape)
     yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis", missing)
@@ -119,6 +120,25 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
         cause = "mask_transposed" if first == query else "mask_rank"
         yield masking.edit(cause, what, *steps, cost=2, note="if it is `key batch`" if first == query else "")
+
+
+def _for_each_head(masking: _Masking) -> Iterator[Edit]:
+    """Yield a mask of each item, `batch query key`, repeated for its heads where the scores have `(batch heads)`."""
+    shape, scores = masking.mask.shape, masking.scores
+    if (
+        masking.operand is None
+        or len(shape) != 3
+        or len(scores) != 3
+        or [*masking.operand.dims[0]] != ["batch", "heads"]
+    ):
+        return
+    heads, rest = divmod(scores[0], shape[0])
+    if rest or heads < 2 or first_clash(shape[1:], scores[1:]) is not None:
+        return
+    what = (
+        f"{masking.mask.is_shape}, one for each batch item; the scores have {heads} heads of each item in dimension 0."
+    )
+    yield masking.edit("mask_rank", what, ("repeat_interleave", heads, 0), cost=1)
 
 
 def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:

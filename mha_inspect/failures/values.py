@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .. import text
+from ..record.ops import TensorRef
 from .edit import Change, Edit
 from .factors import with_size
 from .facts import BROADCASTS, Facts, Operand, Shape, first_clash
@@ -19,6 +20,7 @@ from .reached import LAYERS
 def edits_of_dtypes(facts: Facts) -> Iterator[Edit]:
     """Yield the operands of one device and one dtype."""
     yield from _integers_as_mask(facts)
+    yield from _subtracted_bool(facts)
     if facts.mixes_devices:
         yield from _of_one_device(facts)
     if facts.mixes_dtypes:
@@ -68,10 +70,21 @@ def _integers_as_mask(facts: Facts) -> Iterator[Edit]:
             return
 
 
+def _subtracted_bool(facts: Facts) -> Iterator[Edit]:
+    """Yield numbers in the place of a bool mask that is subtracted, as in `(1 - mask) * -1e9`."""
+    if facts.base not in ("sub", "rsub", "__rsub__", "subtract") or not facts.operands:
+        return
+    mask = facts.operands[0]
+    if mask.dtype == "bool":
+        what = f"{mask.name} is bool, of which nothing is subtracted."
+        way = f"use {mask.name}.to(torch.float32), or ~{mask.name} for the opposite"
+        yield Edit("mask_dtype", what, (Change(mask, (("to", torch.float32),)),), way)
+
+
 def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
     odd, usual = _odd_one(facts, "dtype")
     dtype = getattr(torch, usual)
-    what = f"{odd.name} is {odd.dtype}; the other tensors are {usual}."
+    what = f"{odd.name} is {odd.dtype}; the other tensors are {usual}.{_where_it_became_so(facts, odd, usual)}"
     alike = [operand for operand in facts.operands if operand.dtype == odd.dtype]
     usual_ones = [operand for operand in facts.operands if operand.dtype == usual]
     converted = [Change(operand, (("to", dtype),)) for operand in alike]
@@ -95,6 +108,23 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
     if all(operand.is_parameter for operand in usual_ones):
         module = [Change(operand, (("to", getattr(torch, odd.dtype)),)) for operand in usual_ones]
         yield Edit("mixed_dtypes", what, module, f"convert the module with .to(torch.{odd.dtype})")
+
+
+def _where_it_became_so(facts: Facts, odd: Operand, usual: str) -> str:
+    """Return the earlier line at which a tensor of the usual dtype met one of another, and took that; or nothing."""
+    recording = facts.reached.graph.recording
+    tensor: TensorRef | None = odd.given.tensor
+    while tensor is not None:
+        op = recording.producer(tensor)
+        if op is None:
+            return ""
+        others = [read for read in op.inputs if read.dtype == odd.dtype]
+        if others and any(read.dtype == usual for read in op.inputs):
+            other = others[0]
+            name = facts.variables.get(other.id) or f"a tensor of {text.shape(other.shape)}"
+            return f" {name} is {odd.dtype} at {op.source}, and so is all that is made of it."
+        tensor = op.inputs[0] if op.inputs else None
+    return ""
 
 
 def edits_of_numbers(facts: Facts) -> Iterator[Edit]:

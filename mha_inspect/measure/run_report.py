@@ -440,7 +440,7 @@ def _notes_on_parts(attention: Attention, names: AxisNames, facts: StageFacts) -
         yield f"Each head combines the weights of {names.maps} softmaxes before the values."
     if attention.branches:
         number = len(attention.branches)
-        yield f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}."
+        yield f"The heads are computed one by one: stages of a single head are those of the first of {number}."
     pieces, along = len(attention.pieces), _along(attention, names)
     if along:
         yield f"This attention is computed in {pieces} pieces along {along}; each stage shows all of them."

@@ -99,7 +99,8 @@ def _judged(trace: Trace, subject: Subject, run: Run, before: State, room: int) 
         reason = f"its tensors take more than {byte_size(room)}. mha-inspect check judges it"
         return replace(trace, unjudged=reason)
     notes = (*trace.notes, *_of_weights_without_numbers(run))
-    return replace(trace, findings=judged(subject, run, before), unjudged=None, notes=notes)
+    judgement = judged(subject, run, before)
+    return replace(trace, findings=judgement.findings, unjudged=None, notes=(*notes, *judgement.notes))
 
 
 def _of_weights_without_numbers(run: Run) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -119,9 +119,12 @@ def _stages(report: CompareHeadsReport) -> Section:
     for place, count in enumerate(report.counts):
         columns.append(Column(text.plural(count.num_heads, "head"), partial(_shape, place=place), tone="shape"))
     columns.append(Column("all", _sameness, optional=True))
-    more = "Pipe the output, e.g. | less, to see the stages by head count."
-    detail = "shapes in the same axes for every head count"
-    return section("stages", table(report.stages, columns), detail=detail, more=more)
+    whole = section("stages", table(report.stages, columns), detail="shapes in the same axes for every head count")
+    apart = [stage for stage in report.stages if not stage.same]
+    if not apart or len(apart) == len(report.stages):
+        return whole
+    alike = ", ".join(stage.name for stage in report.stages if stage.same)
+    return replace(whole, brief=(table(apart, columns[:-1]), Paragraph(f"The same for all: {alike}.", "muted")))
 
 
 def _sameness(stage: StageShapes) -> Cell:

@@ -128,6 +128,8 @@ class Section:
     """Text after the title, on the same line."""
     more: str | None = None
     """None: always shown. Else a terminal that is too low shows this line instead; no line where it is empty."""
+    brief: tuple[Block, ...] = ()
+    """What a terminal that is too low shows, in the place of all blocks and of `more`."""
 
 
 @dataclass(frozen=True)

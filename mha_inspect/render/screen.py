@@ -13,6 +13,8 @@ from ..text import printable
 _NO = ("", "0", "false")
 _AFTER = 1.0
 """Seconds before the progress line appears."""
+_LONG = 10.0
+"""Seconds after which a stream that is no terminal gets one line on what is going on."""
 
 asked_color: Literal["auto", "always", "never"] = "auto"
 """The value of --color, which comes before all variables."""
@@ -98,10 +100,14 @@ Tick = Callable[[str], None]
 def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
     """Show the current step on a terminal's stderr if it takes longer than a second, and remove it at the end.
 
-    In a pipe, and if `quiet`, nothing is shown.
+    In a pipe one line says after ten seconds what is going on; if `quiet`, nothing is shown.
     """
-    if quiet or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if quiet or sys.stderr is None:
         yield lambda _: None
+        return
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        with _said_once(words) as said:
+            yield said
         return
     from threading import Lock, Timer
 
@@ -143,3 +149,27 @@ def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
             over = True
             if live is not None:
                 live.stop()
+
+
+@contextmanager
+def _said_once(words: str) -> Iterator[Tick]:
+    """Say on stderr what is going on, in one line, if it takes longer than ten seconds."""
+    from threading import Timer
+
+    now = words
+
+    def tick(done: str) -> None:
+        nonlocal now
+        now = f"{words}: {done}"
+
+    def say() -> None:
+        with suppress(OSError, ValueError):
+            print(f"mha-inspect: {_LONG:.0f} seconds so far, {printable(now, 200)}", file=sys.stderr, flush=True)
+
+    timer = Timer(_LONG, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tick
+    finally:
+        timer.cancel()

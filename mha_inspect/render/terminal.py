@@ -106,7 +106,9 @@ def _shortened(page: Page) -> Page:
     sections: list[Section] = []
     named = {""}
     for part in page.sections:
-        if part.more is None:
+        if part.brief:
+            sections.append(replace(part, blocks=part.brief))
+        elif part.more is None:
             sections.append(part)
         elif part.more not in named:
             named.add(part.more)

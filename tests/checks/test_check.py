@@ -40,6 +40,23 @@ def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Invoke) -> No
     assert not any(finding["sure"] for finding in json.loads(out)["findings"])
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "does"),
+    [
+        ("PaddingOnQueries", True, "False masks out a query, not a key"),
+        ("PaddingOnQueries", False, "False masks out a key"),
+        ("PaddingTurnedRound", True, "True masks out a key"),
+    ],
+)
+def test_a_mask_that_nobody_gave_is_tried(name: str, wrong: bool, does: str) -> None:
+    module, x = MADE[name](wrong).eval(), torch.randn(B, N, E)
+    said = f"mask was not given. Tried: {does};"
+    report = mha_inspect.check(module, x)
+    assert next(fact.sentence for fact in report.facts if fact.name == "mask").startswith(said)
+    with torch.no_grad():
+        assert any(note.startswith(said) for note in mha_inspect.trace(module, x).notes)
+
+
 def test_the_module_is_left_as_it_was() -> None:
     module = MADE["KeepsKeysBetweenCalls"](True).train()
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()

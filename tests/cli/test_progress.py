@@ -55,3 +55,13 @@ def test_nobody_else_is_told(monkeypatch, at_once, why):
     with screen.progress("tracing", quiet=why == "quiet") as tick:
         tick("run 3")
     assert stream.getvalue() == ""
+
+
+def test_a_pipe_is_told_once_what_takes_long(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(screen, "_LONG", 0.3)
+    with screen.progress("tracing model.py") as tick:
+        tick("importing and building it")
+        wait_for(stream, "tracing model.py: importing and building it")
+    assert stream.getvalue().count("\n") == 1

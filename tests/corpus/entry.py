@@ -219,7 +219,7 @@ FOLDED = {"split": "(batch heads) token head_dim", "pairs": "(batch heads) query
 ONE_HEAD_AT_A_TIME: dict[str, Any] = {
     "split": "batch token head_dim",
     "pairs": "batch query key",
-    "says": ("The heads are a loop",),
+    "says": ("The heads are computed one by one",),
 }
 """Facts of a loop over heads, which shows its first."""
 

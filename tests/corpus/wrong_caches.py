@@ -311,6 +311,45 @@ CASES += [
 ]
 
 
+# -- no softmax --------------------------------------------------------------------------------------------------------
+
+
+class Retention(nn.Module):
+    """A state that decays by head; if wrong, what was kept does not decay for the tokens of the call."""
+
+    def __init__(self, *, right: bool = True) -> None:
+        super().__init__()
+        self.right = right
+        self.q, self.k, self.v, self.o = (nn.Linear(E, E, bias=False) for _ in range(4))
+        self.register_buffer("decay", 1 - 2.0 ** (-2 - torch.arange(4)))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = (part(x).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        places = torch.arange(x.shape[1])
+        far = places[:, None] - places
+        keep = self.decay[:, None, None] ** far.clamp(min=0) * (far >= 0)
+        y = (q @ k.mT * keep) @ v
+        state = torch.einsum("bhnk,bhnv,hn->bhkv", k, v, keep[:, -1])
+        if memory is not None:
+            fades = self.decay[:, None, None] ** (places + 1)[:, None]
+            y = y + (q * fades if self.right else q) @ memory
+            state = state + memory * (self.decay ** x.shape[1])[:, None, None]
+        return self.o(y.transpose(1, 2).flatten(2)), state
+
+
+CASES += [
+    Case(
+        "StateNotDecayed",
+        "cache",
+        partial(Retention, right=False),
+        Retention,
+        Intent(causal=True, cache="memory"),
+        inputs=floats(2, 12, E),
+        alone=False,
+    )
+]
+
+
 # -- a cache and a mask of all tokens in one call ----------------------------------------------------------------------
 
 

@@ -489,6 +489,17 @@ CASES += [
         inputs=tokens_with(mask=torch.arange(H * 7).view(H, 7) % 3 // 2),
     ),
 ]
+CASES.append(
+    Case(
+        "SegmentsComparedWithThemselves",
+        "inputs",
+        partial(Placed, lambda mask: (mask == mask)[:, None, None]),
+        partial(Placed, lambda mask: (mask[:, :, None] == mask[:, None])[:, None]),
+        inputs=tokens_with(mask=torch.arange(H * 7).view(H, 7) % 3),
+        suspected=True,
+        in_trace=True,
+    )
+)
 
 
 # -- queries without keys ----------------------------------------------------------------------------------------------

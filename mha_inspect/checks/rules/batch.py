@@ -17,6 +17,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.axis import resolve, size_of, wide
 from ...naming.visibility import kinds_of
+from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ...text import plural
 from ..arguments import Source, batch_axis_of
@@ -112,7 +113,44 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         findings = list(_of_last_item(evidence))
     yield from findings
     if not findings:
-        yield from of_other_items(evidence)
+        findings = list(of_other_items(evidence))
+        yield from findings
+    if not findings:
+        yield from _of_equal_items(evidence)
+
+
+def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the fault of items that have equal inputs and other outputs, e.g. by positions that run along the batch."""
+    source = evidence.source
+    ops = evidence.run.recording.ops
+    if source.batch is None or _compares_items(evidence) or any(op.does("draws") for op in ops):
+        return
+    returned = [tensor for _, tensor in tensors_in(evidence.run.returned)]
+    if not all(_is_dense(tensor) for tensor in (*returned, *evidence.values.values()) if isinstance(tensor, Tensor)):
+        return  # each item may have a length of its own
+    equal = {}
+    for name, value in evidence.values.items():
+        if isinstance(value, Tensor) and value.dim() > source.batch and value.shape[source.batch] == source.rows:
+            equal[name] = value.narrow(source.batch, 0, 1).expand_as(value).clone()
+    output = evidence.output_with(equal)
+    first = output.narrow(source.batch, 0, 1).expand_as(output)
+    apart = evidence.differences(output, first, times=OTHER_SIZES)
+    if not bool((apart > 0).any()):
+        return
+    item, position = (apart > 0).nonzero()[0].tolist()
+    yield Finding(
+        "batch",
+        "Batch items with the same input have different outputs: something is added or chosen by the item's place.",
+        f"With the input of item 0 in every item, item {item} differs from item 0 at position {position} by "
+        f"{float(apart[item, position]):.3g}.",
+        sure=False,
+        fix="Cut and add tables of positions along the tokens: pe[:x.size(0)] is cut along the batch.",
+        confirm="--batch-axis 0 or 1",
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _of_further_sources(evidence: Evidence) -> Iterator[Finding]:

@@ -318,7 +318,9 @@ def _tokens_of_concat(ways: tuple[Way, Way], attention: Attention, names: AxisNa
     marks = torch.zeros(to_context.source.shape, dtype=torch.bool)
     by_row = marks.movedim(-2 if attention.key_first else -1, -1)  # ... query key
     for group, row in rows:
-        by_row[(*_unravelled(group, by_row.shape[:-2]), row)] = True
+        by_row[*map(int, np.unravel_index(group, by_row.shape[:-2])), row] = (
+            True  # torch's own takes a second to import
+        )
     device = content_of(to_context.evidence, to_context.source).device
     in_context = to_context.changed_by(marks.to(device))
     in_context = in_context.any(-2 if attention.value_first else -1, keepdim=True)
@@ -327,11 +329,6 @@ def _tokens_of_concat(ways: tuple[Way, Way], attention: Attention, names: AxisNa
     in_concat = to_concat.changed_by(in_context)
     tokens: list[list[int]] = in_concat.any(attention.feature_place("output", in_concat.dim())).nonzero().tolist()
     return tokens
-
-
-def _unravelled(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the index in dimensions of these sizes of a flat number."""
-    return tuple(map(int, np.unravel_index(number, tuple(sizes))))  # that of torch takes a second to import
 
 
 # -- sizes that coincide ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from ...graph.dataflow import made_of
 from ...graph.rerun import between
 from ...naming.visibility import kinds_of
 from ...record.ops import Op, TensorRef
@@ -103,16 +104,28 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
     tokens = " or ".join(map(str, visible))
     # Masks that leave each query only its own key explain it too, and may be intended.
     is_explained_by_masks = all(sight.alone for sight in evidence.sights)
+    is_used = _is_used(evidence)
+    why = (
+        "attention runs over heads or features instead of positions" if is_used else "the attention's result is unused"
+    )
+    fix = "Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v."
     return Finding(
         "mixing",
-        "No token has an effect on another: attention runs over heads or features instead of positions, or its "
-        "result is unused.",
+        f"No token has an effect on another: {why}.",
         f"Changing token {tokens} of {evidence.source.names[0]} leaves every other output "
         "position unchanged, bit for bit.",
         sure=not is_explained_by_masks,
         source=evidence.scores_line,
-        fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
+        fix=fix if is_used else "Return the result of the attention, or add it to what is returned.",
     )
+
+
+def _is_used(evidence: Evidence) -> bool:
+    """Return whether an output is made of the context of an attention."""
+    recording = evidence.run.recording
+    contexts = [attention.stages["context"].id for attention, _ in evidence.run.attentions]
+    after = made_of(set(contexts), recording.ops)
+    return any(named.tensor.id in after for named in recording.outputs)
 
 
 def _is_weighed_by_others(evidence: Evidence, token: int) -> bool:

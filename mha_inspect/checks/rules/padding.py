@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...reports.check import Finding, SkippedCheck
 from ..arguments import Source
@@ -114,7 +115,7 @@ def _of_run(evidence: Evidence, run: MaskedRun) -> list[Finding]:
     findings = _of_weights(run)
     if findings:
         return findings
-    misplaced = _misplaced(run)
+    misplaced = _misplaced(run, is_declared=is_declared)
     if misplaced is not None:
         findings.append(misplaced)
     if is_declared:
@@ -139,18 +140,18 @@ def _of_weights(run: MaskedRun) -> list[Finding]:
 # -- a mask in the wrong place ----------------------------------------------------------------------------------------
 
 
-def _misplaced(run: MaskedRun) -> Finding | None:
-    """Return the fault of the first attention that masks queries, or keys of another batch item."""
+def _misplaced(run: MaskedRun, *, is_declared: bool) -> Finding | None:
+    """Return the fault of the first attention that masks queries, or the wrong keys, or keys of another batch item."""
     if run.hides == run.opens:
         return None
     for before, after in run.pairs:
-        finding = _misplaced_in(run, before, after)
+        finding = _misplaced_in(run, before, after, is_declared=is_declared)
         if finding is not None:
             return finding
     return None
 
 
-def _misplaced_in(run: MaskedRun, before: SeenKeys, after: SeenKeys) -> Finding | None:
+def _misplaced_in(run: MaskedRun, before: SeenKeys, after: SeenKeys, *, is_declared: bool) -> Finding | None:
     """Return the same for one attention."""
     changed = before.seen != after.seen  # batch query key
     if bool(changed[run.other_items].any()):
@@ -160,6 +161,9 @@ def _misplaced_in(run: MaskedRun, before: SeenKeys, after: SeenKeys) -> Finding 
         changed_of_real = changed & ~run.keys[:, :, None]  # queries of padding do not matter
     if bool(changed.any()) and not bool(changed_of_real.any()):
         return _of_queries(run, after) if run.hides and _is_of_queries(run, before, after) else None
+    changed_keys = changed_of_real.any(1)  # batch key
+    if bool((changed_keys & ~run.keys).any()):
+        return _of_wrong_keys(run, after, changed_keys, is_declared=is_declared)
     return None
 
 
@@ -182,6 +186,19 @@ def _of_queries(run: MaskedRun, after: SeenKeys) -> Finding:
         source=after.line,
         module=after.module,
         fix=laid_over(MASK_THE_KEYS, after.layout),
+    )
+
+
+def _of_wrong_keys(run: MaskedRun, after: SeenKeys, changed: Tensor, *, is_declared: bool) -> Finding:
+    """Return the fault of a mask that changes other keys than its own; `changed` are these keys, `batch key`."""
+    return Finding(
+        "padding",
+        f"The mask masks out the wrong keys; expected the keys where {run.name} is {word_of(run.ignored)}.",
+        f"With {run.change} at {run.places}, the masking of keys {places_of(changed[0])} changes. "
+        f"{word_of(run.kept)} keeps a key.",
+        sure=is_declared,
+        source=after.line,
+        module=after.module,
     )
 
 

@@ -290,7 +290,8 @@ def _unused_finding(attention: Attention, names: Sequence[str], *, is_output: bo
 def _unread_features(evidence: Evidence, readers: Readers, attention: Attention) -> Iterator[Finding]:
     """Yield packed projections with unread features: one of q, k and v uses the part of another."""
     if attention.branches:
-        return  # of a loop over heads, `projections` has those of the first head alone
+        yield from _unread_heads(readers, attention)
+        return
     for side, op in _packed_projections(attention).items():
         weight = weight_of(evidence, op)
         name = "" if weight is None else weight.name
@@ -305,6 +306,30 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
         if head_dim <= len(unread) < features:
             readers.mentioned.add(name)
             yield _unread_part(attention, op, name, unread)
+
+
+def _unread_heads(readers: Readers, attention: Attention) -> Iterator[Finding]:
+    """Yield the keys or values of heads that no turn of a loop over heads reads, if all turns share the projection."""
+    for side in ("key", "value"):
+        ops = {turn.projections[side].index for turn in attention.branches if side in turn.projections}
+        head_dim = attention.stages[f"{side[0]}_heads"].shape[-1]
+        op = attention.projections.get(side)
+        if op is None or len(ops) != 1:
+            continue
+        unread = readers.unread_features(op)
+        features = op.output.shape[-1]
+        if not head_dim <= len(unread) < features or features % head_dim:
+            continue
+        heads, used = features // head_dim, (features - len(unread)) // head_dim
+        yield Finding(
+            "parameters",
+            f"The projection of the {side}s makes {heads} heads of {head_dim}, and the loop reads {used} of them.",
+            f"No operation reads features {spans(sorted(unread))} of {features}.",
+            sure=False,
+            source=op.source,
+            module=attention.module,
+            fix="Take key head `head // (num_heads // num_kv_heads)` for each query head.",
+        )
 
 
 def _packed_projections(attention: Attention) -> dict[str, Op]:

@@ -127,7 +127,7 @@ def _over_queries(attention: Attention, proof: str) -> Finding:
         "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one.",
         f"{proof} Over the queries, they sum to 1.",
         source=attention.softmax.source,
-        fix=_OVER_KEYS,
+        fix=f"{_OVER_KEYS} Or transpose the weights before their product with the values, if the softmax is as meant.",
     )
 
 

@@ -11,7 +11,7 @@ from .pair import CallPair, InBoth, ranges
 
 _SAME_SCALE = 1e-3
 """Scales whose ratio is this close to 1 are the same."""
-_WHERE = Where("in one call", "in this call", "this call")
+_WHERE = Where("in one call", "in this call")
 
 
 def operands(pair: CallPair) -> Why | None:

@@ -46,7 +46,7 @@ def added_parameter(difference: Difference) -> Added | None:
     vector = _vector_of(difference)
     if vector is None:
         return None
-    for name, parameter in difference.vectors.items():
+    for name, parameter in difference.parameters.of_dimensions(1).items():
         for piece in _pieces(parameter, vector.numel()):
             times = _times(vector, piece, difference.near)
             if times:
@@ -75,9 +75,9 @@ def _vector_of(difference: Difference) -> Tensor | None:
 def _how_often(added: Added, difference: Difference) -> str:
     """Return which side adds a parameter more often: `it is not added on the left`."""
     where, times = difference.where, added.times
-    more, less, unread = where.left, where.right, difference.unread[1]
+    more, less, unread = where.left, where.right, difference.parameters.unread[1]
     if times < 0:
-        more, less, unread = where.right, where.left, difference.unread[0]
+        more, less, unread = where.right, where.left, difference.parameters.unread[0]
     if abs(times) == 1 and added.name in unread:
         return f"it is not added {less}"
     count = "once" if abs(times) == 1 else f"{abs(times)} times"

@@ -110,7 +110,7 @@ def _transposed(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
     if left.shape != right.T.shape or not _are_equal(left, right.T):
         return None
     where, stage = difference.where, difference.stage
-    for name, weight in _named(difference.matrices, left):
+    for name, weight in _named(difference.parameters.of_dimensions(2), left):
         ours_is_plain = _are_equal(weight, left)
         plain, turned = (where.left, where.right) if ours_is_plain else (where.right, where.left)
         sentence = f"{stage} is x · W {plain} and x · Wᵀ {turned}, where W is {name}: one side reads it transposed."
@@ -142,7 +142,7 @@ def _of_low_rank(ours: _Map, theirs: _Map, difference: Difference) -> Why | None
         return None
     where, stage = difference.where, difference.stage
     for called, other, matrix in ((where.left, where.right, right), (where.right, where.left, left)):
-        for name, _ in _named(difference.matrices, matrix):
+        for name, _ in _named(difference.parameters.of_dimensions(2), matrix):
             return Why(
                 "low rank",
                 f"{stage} is of {name} alone {other}, and of {name} with a matrix of rank {rank} added {called}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import inf, isclose
 
 import torch
 from torch import Tensor
@@ -190,6 +190,9 @@ def _of_biases(pair: Pair) -> str:
     _, head, query, key = (int(index) for index in at)
     count = int((apart > _LOWERED).sum())
     visible = int(ours.seen.sum())
+    ratio = float(bias[at]) / (float(right_bias[at]) or inf)
+    if ratio and bool(((bias - ratio * right_bias).abs() <= _LOWERED).all()):
+        return f"The bias {where.left} is {small(ratio)} times the bias {where.right}."
     return (
         f"The bias differs in {count:,} of {visible:,} visible scores. Head {head} adds {small(float(bias[at]))} to "
         f"the score of query {query} and key {key} {where.left}, and {small(float(right_bias[at]))} {where.right}."
