@@ -363,7 +363,11 @@
   at(".flow").addEventListener("click", (event) => {
     pointOut(event); // a finger points at nothing before, and some browsers give no focus for it
     const stage = event.target.closest("[data-stage]"), band = event.target.closest(".band:not(.of-keys)");
-    if (band && Number(band.dataset.head) < headNames().length) return go({ head: Number(band.dataset.head) });
+    if (band && Number(band.dataset.head) < headNames().length) {
+      const { stage: name } = stage.dataset, index = [...band.parentNode.children].indexOf(band);
+      go({ head: Number(band.dataset.head) });
+      return describe(name, at(`.flow [data-stage=${name}]`).querySelectorAll(".band")[index]);
+    }
     if (stage && stages().some((one) => one.stage === stage.dataset.stage)) {
       range(0, 1000, { stage: stage.dataset.stage });
       at(`.flow [data-stage=${stage.dataset.stage}]`).focus();

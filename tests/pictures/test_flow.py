@@ -153,11 +153,20 @@ def tap(page, selector: str) -> None:
     page.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
     left, top, right, bottom = boxes(page, selector)[0]
     point = {"x": (left + right) / 2, "y": (top + bottom) / 2}
-    page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
-    try:
-        page.driver.execute_cdp_cmd("Input.synthesizeTapGesture", {**point, "gestureSourceType": "touch"})
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+    command = page.driver.execute_cdp_cmd
+    command("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    command("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [point]})
+    command("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    command("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def said_of(page, name: str) -> str:
+    """What is said once it is about a stage: an event of a finger comes after the command for it."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(page.driver, 5).until(lambda _: page.find(".card").text.startswith(name))
+    text: str = page.find(".card").text
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +218,7 @@ def test_a_stage_is_told_by_pointing_at_it(page, traced, width):
             tap(page, selector)
         else:
             hover(page, selector)
-        said = page.find(".card").text
-        assert said.startswith(stage["name"])
+        said = said_of(page, f"{stage['name']} ")
         assert "".join(text for text, _ in stage["axes"]) in said
         assert "".join(text for text, _ in stage["shape"]) in said
         assert stage["formula"] in said
@@ -234,6 +242,7 @@ def test_a_head_is_chosen_by_click_by_band_and_by_key(page, traced):
     assert chosen() == ("head 2", ["2"], "weights, head 2")
     assert page.run("return document.querySelector('.picture').toDataURL()") != before
     page.find("[data-stage=v_proj] .band:nth-child(2)").click()
+    assert "head 1: features 6–11" in page.find(".card").text
     assert chosen() == ("head 1", ["1"], "weights, head 1")
     page.find(".heads [aria-pressed=true]").click()
     page.press("ARROW_RIGHT", "ARROW_RIGHT")
