@@ -14,7 +14,7 @@ from .explained import explain_fields
 from .naming.canonical import contents_of
 from .pictures.grid import Picture, depth_shown
 from .pictures.plot import onto, require_matplotlib, size_of
-from .pictures.stages import Attended, for_viewer
+from .pictures.stages import Attended, for_viewer, sharing_heads
 from .pictures.terminal import draw
 from .pictures.viewer import drawn_page, frame
 from .render.formats import to_cell, to_text
@@ -36,6 +36,8 @@ class Kept:
     """In their own layouts."""
     contents: Mapping[str, Tensor] = field(default_factory=dict)
     """In canonical axes."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """The query heads that use each key head; empty if each has its own."""
 
 
 def keep_tensors(run: Run) -> list[Kept]:
@@ -43,9 +45,9 @@ def keep_tensors(run: Run) -> list[Kept]:
     keep_stages(run)
     values = run.recording.values
     kept: list[Kept] = []
-    for attention, names in run.attentions:
+    for (attention, names), shared in zip(run.attentions, sharing_heads(run), strict=True):
         stages = {stage: values[tensor.id] for stage, tensor in attention.stages.items()}
-        kept.append(Kept(stages, contents_of(run, attention, names)))
+        kept.append(Kept(stages, contents_of(run, attention, names), shared))
     values.clear()
     return kept
 
@@ -179,6 +181,7 @@ class LiveTrace(Trace):
                 attention.num_kv_heads,
                 partial(dict, tensors.contents),
                 report=attention,
+                shared=tensors.shared,
             )
             stages: list[LiveStage] = []
             for stage in attention.stages:

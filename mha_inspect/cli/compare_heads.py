@@ -197,7 +197,7 @@ def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
     from ..layers.spec import Show
     from ..measure.run_report import environment_of, layer_of, report
     from ..naming.visibility import kinds_of
-    from ..pictures.stages import Attended
+    from ..pictures.stages import Attended, sharing_heads
 
     subject = run.subject
     trace = report(
@@ -208,7 +208,7 @@ def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
         kinds=kinds_of(run.run),
     )
     number = len(run.attentions)
-    for place, attention in enumerate(trace.attentions):
+    for place, (attention, shared) in enumerate(zip(trace.attentions, sharing_heads(run.run), strict=True)):
         stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
         contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
         which = f", attention {place + 1} of {number}" if number > 1 else ""
@@ -218,6 +218,7 @@ def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
             count,
             partial(dict, contents),
             report=attention,
+            shared=shared,
             count=count,
         )
         attended.append(drawn)

@@ -383,11 +383,12 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
 def _attended(trace: Trace, run: Run) -> list[Attended]:
     """Return the attentions of a run as pictures need them, with tensors that are made when they are drawn."""
     from ..naming.canonical import drawn_of
-    from ..pictures.stages import Attended
+    from ..pictures.stages import Attended, sharing_heads
     from ..reports.trace import attention_names
 
     attended: list[Attended] = []
-    for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True):
+    of_trace = zip(attention_names(trace), trace.attentions, strict=True)
+    for (name, report), attention, shared in zip(of_trace, run.attentions, sharing_heads(run), strict=True):
         attended.append(
             Attended(
                 name,
@@ -396,6 +397,7 @@ def _attended(trace: Trace, run: Run) -> list[Attended]:
                 partial(drawn_of, run, *attention),
                 num_windows=attention[1].num_windows,
                 report=report,
+                shared=shared,
             )
         )
     return attended

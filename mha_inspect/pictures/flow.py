@@ -6,7 +6,7 @@ which feature belongs to which head has no bands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any, TypedDict
@@ -52,9 +52,13 @@ class DrawnStage(TypedDict):
     bands: Bands | None
 
 
-def flow_of(attention: AttentionReport) -> dict[str, Any]:
-    """Return the sizes of an attention and its stages in order."""
+def flow_of(attention: AttentionReport, shared: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """Return the sizes of an attention and its stages in order.
+
+    `shared` are the query heads that use each key head; empty if each has its own, or that is unknown.
+    """
     return {
+        "shared": [list(heads) for heads in shared],
         "heads": attention.num_heads,
         "kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from einops import rearrange
 
 from ..errors import SpecError
+from ..naming.named_run import NamedRun
+from ..naming.parameters import parts_of
 from ..naming.pattern import CANONICAL_AXES
 from .flow import flow_of
 from .grid import Floats, Picture, PictureAxis
@@ -39,6 +41,8 @@ class Attended:
     """The windows of a batch item, which count as batch items of their own."""
     report: AttentionReport | None = None
     """Its stages in words and shapes, for a page; None if only heat maps are drawn."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """The query heads that use each key head, as `sharing_heads` returns them; empty if each has its own."""
     count: int | None = None
     """The number of heads that was asked for, if several are compared."""
 
@@ -147,6 +151,14 @@ def _axis(name: str, size: int, labels: Sequence[str]) -> PictureAxis:
     return PictureAxis(name)
 
 
+def sharing_heads(run: NamedRun) -> list[tuple[tuple[int, ...], ...]]:
+    """Return for each attention the query heads that use each key head: 0 1 and 2 3; empty if each has its own."""
+    is_grouped = any(names.num_kv_heads < names.num_heads for _, names in run.attentions)
+    if not is_grouped:
+        return [() for _ in run.attentions]
+    return [tuple(map(tuple, found.serves)) for found in parts_of(run)]
+
+
 def for_viewer(
     attended: Sequence[Attended],
     *,
@@ -192,7 +204,7 @@ def _shown(item: Attended, names: Sequence[str], labels: Sequence[str]) -> Shown
     """Return an attention as the viewer takes it."""
     from .viewer import Shown
 
-    flow = None if item.report is None else flow_of(item.report)
+    flow = None if item.report is None else flow_of(item.report, item.shared)
     return Shown(item.name or "attention", _pictures(item, names, labels), flow, item.count)
 
 

@@ -218,7 +218,10 @@
   const pieces = (texts) => texts.map(([text, axis]) => (axis ? make("span", { className: `axis-${axis}`, textContent: text }) : text));
   const shape = (stage) => make("span", { className: "shape" }, ...pieces(stage.shape));
 
-  // The features of a stage, a band for each head; grey for key heads that several heads share.
+  // The heads that a band is of: several for a key head that they share, none if that is not known.
+  const headsOf = (band) => (band.dataset.heads ? band.dataset.heads.split(" ").map(Number) : []);
+
+  // The features of a stage, a band for each head, or for each key head in the colours of the heads that share it.
   function bands(stage, sideways) {
     const { of, runs } = stage.bands, box = make("div", { className: sideways ? "bands sideways" : "bands" });
     box.classList.toggle("dense", runs.length > 8);
@@ -229,9 +232,11 @@
       band.style.setProperty("--share", size);
       band.dataset.first = first;
       band.dataset.last = (first += size) - 1;
-      band.dataset.head = head;
-      if (of === "kv_heads") band.classList.add("of-keys");
-      else coloured(band, head, flow().heads);
+      const whose = of === "heads" ? [head] : flow().shared[head] || [];
+      band.dataset.of = of === "heads" ? `head ${head}` : `key head ${head}`;
+      band.dataset.heads = whose.join(" ");
+      const stops = whose.map((one, i) => `oklch(var(--light) .14 ${hue(one, flow().heads)}) ${i / whose.length * 100}% ${(i + 1) / whose.length * 100}%`);
+      if (stops.length) band.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
       box.append(band);
     }
     return box;
@@ -288,10 +293,8 @@
     at(".flow").style.gridTemplateColumns = flow().stages.length ? "" : "minmax(0, 1fr)";
   }
 
-  const isOfChosen = (band) => !band.classList.contains("of-keys") && Number(band.dataset.head) === chosen.head;
-
   function mark() {
-    for (const band of root.querySelectorAll(".band")) band.classList.toggle("of-chosen", isOfChosen(band));
+    for (const band of root.querySelectorAll(".band")) band.classList.toggle("of-chosen", headsOf(band).includes(chosen.head));
   }
 
   // A curve from one box to another: to the right, or downwards where they stand one below the other. It ends at a
@@ -326,10 +329,11 @@
     const concat = at(".merged [data-stage=concat]"), output = at(".merged [data-stage=output]");
     if (output) drawn.push(curve(concat || middle, output));
     for (const stage of [...boxes, concat].filter(Boolean)) {
-      const parts = [...stage.querySelectorAll(".band:not(.of-keys)")], isLast = stage === concat;
+      const parts = [...stage.querySelectorAll(".band")].flatMap((band) => headsOf(band).map((head) => [band, head]));
+      const isLast = stage === concat;
       if (!parts.length) drawn.push(isLast ? curve(middle, stage) : curve(stage, middle));
-      for (const band of parts) {
-        const head = Number(band.dataset.head), card = heads.children[head];
+      for (const [band, head] of parts) {
+        const card = heads.children[head];
         if (!card || (flow().heads > MOST_CURVES && head !== chosen.head)) continue;
         const line = isLast ? curve(card, band, head) : curve(band, card, head, SHARES[boxes.indexOf(stage)]);
         (head === chosen.head ? late : drawn).push(line);
@@ -346,8 +350,9 @@
     const said = [make("b", { textContent: stage.name }), " ", shape(stage), "  ", make("code", {}, ...pieces(stage.axes)), make("br")];
     if (stage.formula) said.push(make("code", { textContent: stage.formula }), "  ");
     if (band) {
-      const { head, first, last } = band.dataset, whose = band.classList.contains("of-keys") ? "key head" : "head";
-      said.push(make("b", { textContent: `${whose} ${head}: features ${first}–${last}` }), "  ");
+      const { of, first, last } = band.dataset, shares = headsOf(band);
+      const whose = shares.length > 1 ? `${of}, which heads ${shares.join(", ")} share` : of;
+      said.push(make("b", { textContent: `${whose}: features ${first}–${last}` }), "  ");
     }
     if (stage.source) said.push(make("span", { className: "quiet", textContent: stage.source }));
     card.replaceChildren(...said);
@@ -362,10 +367,11 @@
   at(".flow").addEventListener("pointerleave", () => describe(shownStage()));
   at(".flow").addEventListener("click", (event) => {
     pointOut(event); // a finger points at nothing before, and some browsers give no focus for it
-    const stage = event.target.closest("[data-stage]"), band = event.target.closest(".band:not(.of-keys)");
-    if (band && Number(band.dataset.head) < headNames().length) {
+    const stage = event.target.closest("[data-stage]"), band = event.target.closest(".band");
+    const [head] = band ? headsOf(band) : [];
+    if (head < headNames().length) {
       const { stage: name } = stage.dataset, index = [...band.parentNode.children].indexOf(band);
-      go({ head: Number(band.dataset.head) });
+      go({ head });
       return describe(name, at(`.flow [data-stage=${name}]`).querySelectorAll(".band")[index]);
     }
     if (stage && stages().some((one) => one.stage === stage.dataset.stage)) {

@@ -65,22 +65,37 @@ def test_bands_are_the_rows_that_params_finds_for_each_head(invoke, tmp_path, na
     assert compared == {"bert": 2, "narrow": 1, "per-head": 1}.get(name, 3)
 
 
-def test_key_heads_that_are_shared_have_no_colour_of_a_head(invoke, tmp_path):
-    invoke(
-        "trace",
-        "--layer",
-        "grouped-query",
-        "--num-kv-heads",
-        "2",
-        "--num-heads",
-        "4",
-        *LINE,
-        "-o",
-        f"{tmp_path}/a.html",
-    )
-    stages = {stage["name"]: stage for stage in flow_in(tmp_path / "a.html")[0]["stages"]}
+def test_a_key_head_is_of_the_heads_that_share_it(invoke, tmp_path):
+    layer = ("--layer", "grouped-query", "--num-heads", "4", "--num-kv-heads", "2", *LINE)
+    invoke("trace", *layer, "-o", str(tmp_path / "a.html"))
+    (flow,) = flow_in(tmp_path / "a.html")
+    stages = {stage["name"]: stage for stage in flow["stages"]}
     assert stages["q_proj"]["bands"] == {"of": "heads", "runs": [[head, 6] for head in range(4)]}
     assert stages["k_proj"]["bands"] == {"of": "kv_heads", "runs": [[0, 6], [1, 6]]}
+    rows = rows_of_heads(stages["k_proj"])
+    report = json.loads(invoke("params", *layer, "--per-head", "--json").out)
+    pieces = [piece for parameter in report["parameters"] for piece in parameter.get("heads") or ()]
+    theirs = {(piece["head"], tuple(piece["rows"])) for piece in pieces if piece["part"] == "W_k"}
+    ours = {(head, rows[key][0]) for key, heads in enumerate(flow["shared"]) for head in heads}
+    by_key_head = {(key, bounds[0]) for key, bounds in rows.items()}
+    assert theirs in (ours, by_key_head)
+    assert sorted(head for heads in flow["shared"] for head in heads) == [0, 1, 2, 3]
+
+
+def test_a_key_head_has_the_colours_of_its_heads(page, invoke, tmp_path):
+    sizes = ("--num-heads", "4", "--num-kv-heads", "2", *LINE)
+    invoke("trace", "--layer", "grouped-query", *sizes, "-o", str(tmp_path / "a.html"))
+    page.open(tmp_path / "a.html", width=1280)
+    hover(page, "[data-stage=k_proj] .band:nth-child(2)")
+    assert "key head 1, which heads 2, 3 share: features 6–11" in page.find(".card").text
+    page.find("[data-stage=k_proj] .band:nth-child(2)").click()
+    assert page.text(".read") == "weights, head 2"
+    colours = page.run(
+        "return ['[data-stage=k_proj] .band:nth-child(2)', '.heads button:nth-child(4)'].map((one) =>"
+        " getComputedStyle(document.querySelector(one)))"
+        ".map((one) => one.backgroundImage + one.borderLeftColor).map((one) => one.match(/oklch[(][^)]*[)]/g))"
+    )
+    assert colours[1][0] in colours[0]
 
 
 def test_it_says_what_it_wrote_unless_quiet(invoke, tmp_path):
@@ -233,7 +248,7 @@ def test_a_head_is_chosen_by_click_by_band_and_by_key(page, traced):
     page.open(traced, width=1280)
 
     def chosen() -> tuple[str, list[str], str]:
-        bands = page.run("return [...document.querySelectorAll('.band.of-chosen')].map((one) => one.dataset.head)")
+        bands = page.run("return [...document.querySelectorAll('.band.of-chosen')].map((one) => one.dataset.heads)")
         return page.find(".heads [aria-pressed=true]").text, sorted(set(bands)), page.text(".read")
 
     assert chosen() == ("head 0", ["0"], "weights, head 0")
