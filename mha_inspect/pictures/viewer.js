@@ -204,10 +204,7 @@
   const PROJECTED = { q_proj: ["W_q", "query"], k_proj: ["W_k", "key"], v_proj: ["W_v", "value"], output: ["W_o", "concat"] };
   const INPUTS = ["query", "key", "value"], MERGED = ["concat", "output"];
 
-  // Few heads have colours as far apart as can be; of many, neighbours have.
-  function hue(head, count) {
-    return Math.round(30 + (count <= 12 ? (360 * head) / count : 137.508 * head)) % 360;
-  }
+  const hue = (head, count) => Math.round(30 + (360 * head) / count) % 360;
 
   function coloured(element, head, count) {
     element.style.setProperty("--hue", hue(head, count));
