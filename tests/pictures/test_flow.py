@@ -270,8 +270,11 @@ def test_a_head_is_chosen_by_click_by_band_and_by_key(page, traced):
 
 
 def test_every_head_of_every_attention_is_a_click_away(page, traced):
+    from selenium.webdriver.support.ui import WebDriverWait
+
     page.open(traced, width=1280)
     page.find(".all summary").click()
+    WebDriverWait(page.driver, 5).until(lambda _: page.driver.find_elements("css selector", ".row .thumb"))
     assert [len(boxes(page, f".row:nth-of-type({row}) .thumb")) for row in (1, 2)] == [4, 4]
     page.find(".row:nth-of-type(2) button:nth-of-type(3)").click()
     assert page.text(".read") == "weights, head 2"
