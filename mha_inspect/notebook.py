@@ -14,9 +14,11 @@ from .explained import explain_fields
 from .naming.canonical import contents_of
 from .pictures.grid import Picture, depth_shown
 from .pictures.plot import onto, require_matplotlib, size_of
-from .pictures.stages import Attended, for_viewer
+from .pictures.stages import Attended, for_viewer, sharing_heads
 from .pictures.terminal import draw
-from .pictures.viewer import frame, with_viewer
+from .pictures.viewer import drawn_page, frame
+from .render.formats import to_cell, to_text
+from .render.html import Drawn
 from .render.screen import columns, in_color
 from .reports.trace import AttentionReport, Stage, Trace, attention_names
 from .running.subject import Run, keep_stages
@@ -34,6 +36,8 @@ class Kept:
     """In their own layouts."""
     contents: Mapping[str, Tensor] = field(default_factory=dict)
     """In canonical axes."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """The query heads that use each key head; empty if each has its own."""
 
 
 def keep_tensors(run: Run) -> list[Kept]:
@@ -41,9 +45,9 @@ def keep_tensors(run: Run) -> list[Kept]:
     keep_stages(run)
     values = run.recording.values
     kept: list[Kept] = []
-    for attention, names in run.attentions:
+    for (attention, names), shared in zip(run.attentions, sharing_heads(run), strict=True):
         stages = {stage: values[tensor.id] for stage, tensor in attention.stages.items()}
-        kept.append(Kept(stages, contents_of(run, attention, names)))
+        kept.append(Kept(stages, contents_of(run, attention, names), shared))
     values.clear()
     return kept
 
@@ -171,7 +175,14 @@ class LiveTrace(Trace):
         drawings: list[Attended] = []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = kept[place] if kept else Kept()
-            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, partial(dict, tensors.contents))
+            drawn = Attended(
+                name,
+                attention.num_heads,
+                attention.num_kv_heads,
+                partial(dict, tensors.contents),
+                report=attention,
+                shared=tensors.shared,
+            )
             stages: list[LiveStage] = []
             for stage in attention.stages:
                 stages.append(LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn))
@@ -182,18 +193,14 @@ class LiveTrace(Trace):
         return cls(**of_trace, _attended=tuple(drawings))
 
     def _repr_html_(self) -> str:
-        page = super()._repr_html_()
         viewed = for_viewer(self._attended)
-        if not viewed:
-            return page
-        return page + frame(viewed)
+        return to_cell(self, Drawn(frame(viewed)) if viewed else None)
 
     def _text(self, format: str) -> str:
-        text = super()._text(format)
         if format != "html":
-            return text
+            return super()._text(format)
         viewed = for_viewer(self._attended)
-        return with_viewer(text, viewed) if viewed else text
+        return to_text(self, "html", drawn=drawn_page(viewed) if viewed else None)
 
 
 explain_fields(globals())

@@ -13,14 +13,13 @@ from ..text import listed, plural, shown
 from . import subject
 from .app import command
 from .options import FAIL_IF, NUMBERS, RETURNED_WEIGHTS, TARGET, Options, counts, option, require_numbers, size
-from .output import Drawn, checked_destination, print_and_export, require_drawable
+from .output import Drawn, checked_destination, print_and_export, require_drawable, shows_pictures
 
 if TYPE_CHECKING:
     from ..call.call import Call
     from ..compare.comparable_run import ComparableRun
     from ..making.target import Target
     from ..pictures.stages import Attended
-    from ..render.export import Destination
     from ..running.subject import Subject
 
 PANEL = "Comparison"
@@ -52,7 +51,10 @@ def compare_heads(
     ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
-        PANEL, "Draw the weights of every head, for each head count.", False, allow_from_autoenv=False
+        PANEL,
+        "Draw the weights of every head in full, for each head count; on a terminal in colour they are drawn small.",
+        False,
+        allow_from_autoenv=False,
     ),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
@@ -68,6 +70,9 @@ def compare_heads(
     if picture:
         require_drawable(options)
     export = checked_destination(options, draws=picture)
+    is_page = export is not None and export.format == "html"
+    on_terminal = shows_pictures(options)
+    draws = picture or is_page or on_terminal
     attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
@@ -84,14 +89,12 @@ def compare_heads(
                     focus=focus,
                     time=time,
                     tick=tick,
-                    see=partial(_keep_weights, attended) if picture else None,
+                    see=partial(_keep, attended) if draws else None,
                 )
             except TargetFailedError as failed:
                 way = _counts_that_run(target, options, subjects, failed.subject)
                 raise failed if not way else failed.with_way(way, is_tried=True) from failed
-    drawn = None
-    if picture:
-        drawn = _drawn(attended, export)
+    drawn = _drawn(attended, is_page=is_page, asked=picture, on_terminal=on_terminal) if draws else None
     subject.print_notes(baseline.notes, options)
     print_and_export(report, options, export, drawn)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
@@ -189,24 +192,51 @@ def _runs(subject: Subject) -> bool:
     return True
 
 
-def _keep_weights(attended: list[Attended], count: int, run: ComparableRun) -> None:
-    """Add the attentions in the run of a head count, with their scores and weights."""
-    from ..pictures.stages import Attended
+def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
+    """Add the attentions in the run of a head count, with their stages, and the numbers of scores and weights."""
+    from ..layers.spec import Show
+    from ..measure.run_report import environment_of, layer_of, report
+    from ..naming.visibility import kinds_of
+    from ..pictures.stages import Attended, sharing_heads
 
+    subject = run.subject
+    trace = report(
+        run.run,
+        Show(),
+        environment=environment_of(subject),
+        layer=layer_of(subject),
+        kinds=kinds_of(run.run),
+    )
     number = len(run.attentions)
-    for place in range(number):
+    for place, (attention, shared) in enumerate(zip(trace.attentions, sharing_heads(run.run), strict=True)):
         stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
         contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
         which = f", attention {place + 1} of {number}" if number > 1 else ""
-        attended.append(Attended(f"{plural(count, 'head')}{which}", count, count, partial(dict, contents)))
+        drawn = Attended(
+            f"{plural(count, 'head')}{which}",
+            count,
+            count,
+            partial(dict, contents),
+            report=attention,
+            shared=shared,
+            count=count,
+        )
+        attended.append(drawn)
 
 
-def _drawn(attended: Sequence[Attended], export: Destination | None) -> Drawn:
-    """Return a picture of each head count with a panel for each head, and for a page the viewer of all of them."""
+def _drawn(attended: Sequence[Attended], *, is_page: bool, asked: bool, on_terminal: bool) -> Drawn:
+    """Return a picture of each head count with a panel for each head, and for a page the viewer of all of them.
+
+    Unless `asked` for, the panels are small, and weights that cannot be drawn are left out.
+    """
     from ..pictures.stages import for_viewer
 
-    viewed = for_viewer(attended) if export is not None and export.format == "html" else None
-    return Drawn(tuple(item.picture("weights") for item in attended), viewed=viewed)
+    # The middle one is shown first: a single head has nothing beside it.
+    viewed = for_viewer(attended, attention=len(attended) // 2) if is_page else None
+    if asked:
+        return Drawn(tuple(item.picture("weights") for item in attended), viewed=viewed)
+    pictures = [item.picture("weights") for item in attended if "weights" in item.contents()]
+    return Drawn(tuple(pictures), printed=on_terminal, small=True, viewed=viewed)
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
 from ..making.vocabulary import dashed, flag_of
-from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
+from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shown
 from .help import SHORT
-from .output import stdout_failure
-from .ranks import place
+from .output import say, stdout_failure
 
-_LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
 """Names that other programs have for an option."""
 GONE = {
@@ -80,16 +77,6 @@ def explain(error: BaseException) -> ExitCode:
     traceback.print_exception(type(error), error, error.__traceback__)
     say("this is a bug in mha-inspect. Please report it with the command and the lines above.")
     return ExitCode.BUG
-
-
-def say(message: str) -> None:
-    """Print a message on stderr, with unprintable characters escaped and the middle of a very long one cut."""
-    escaped = "\n".join(map(printable, message.split("\n")))
-    if sys.stderr is not None:
-        with suppress(OSError):
-            here = place()
-            who = "mha-inspect" if here is None else f"mha-inspect: {here}"
-            print(f"{who}: {shortened(escaped, _LONGEST)}", file=sys.stderr)
 
 
 def does_not_fit(error: BaseException) -> DoesNotFitError:

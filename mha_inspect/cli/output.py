@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -12,9 +13,9 @@ from ..errors import ExitCode, ExportError, MhaInspectError, SpecError
 from ..files.memory import require_loadable
 from ..render.export import Destination
 from ..render.screen import columns, in_color, is_terminal, lines
-from ..text import shown
+from ..text import printable, shortened, shown
 from .options import Options, require_numbers
-from .ranks import prints_answer
+from .ranks import place, prints_answer
 
 if TYPE_CHECKING:
     from ..pictures.grid import Picture
@@ -32,6 +33,12 @@ Windows has no quota error.
 """
 
 
+_ENOUGH_FOR_PICTURES = 60
+"""The columns of a terminal from which on pictures are drawn that were not asked for."""
+_LONGEST = 1500
+"""The most characters of a message."""
+
+
 class ClosedPipeError(MhaInspectError):
     """The reader of stdout closed the pipe: no message is printed."""
 
@@ -44,9 +51,11 @@ class Drawn:
 
     pictures: tuple[Picture, ...]
     printed: bool = True
-    """Whether they follow the report on stdout, and in a file of text or a page; otherwise only a PNG has them."""
+    """Whether they follow the report on stdout, and in a file of text; otherwise only a PNG has them."""
+    small: bool = False
+    """Whether they are small, a row of panels each; then a file of text has none."""
     viewed: dict[str, Any] | None = None
-    """The data of the interactive viewer that replaces the pictures in a page; None without it, and for other files."""
+    """The data of the picture of a page; None for other files."""
 
     def text(self, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file if it is None: of any width, and without colour."""
@@ -55,7 +64,16 @@ class Drawn:
 
         width = None if stream is None else columns(stream)
         depth = depth_shown() if stream is not None and in_color(stream) else "none"
-        return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
+        return "".join("\n" + draw(picture, width=width, depth=depth, small=self.small) for picture in self.pictures)
+
+
+def shows_pictures(options: Options) -> bool:
+    """Return whether stdout is a terminal on which heat maps can be seen: it has colours, and is not narrow."""
+    out = sys.stdout
+    if options.json or options.plain or not (is_terminal(out) and in_color(out)):
+        return False
+    width = columns(out)
+    return width is not None and width >= _ENOUGH_FOR_PICTURES
 
 
 def require_drawable(options: Options) -> None:
@@ -103,6 +121,8 @@ def print_and_export(report: Report, options: Options, export: Destination | Non
     if export is not None:
         try:
             export.write(_file_content(report, export.format, drawn))
+            if not options.quiet:
+                say(f"wrote {export.asked}")
         except ExportError as error:
             failure = error
     out = sys.stdout
@@ -134,20 +154,23 @@ def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> 
 
         return to_png(drawn.pictures)
     # A PNG without pictures was refused by `checked_destination`, and a forward that raised writes none.
+    if drawn is not None and format == "html" and drawn.viewed is not None:
+        from ..pictures.viewer import drawn_page
+
+        return to_text(report, "html", drawn=drawn_page(drawn.viewed))
     text = to_text(report, cast("Format", format))
-    if drawn is None or format == "json":  # JSON has no pictures
-        return text
-    if drawn.viewed is not None:
-        from ..pictures.viewer import with_viewer
+    follows = drawn is not None and drawn.printed and not drawn.small and format == "plain"
+    return text + drawn.text() if drawn is not None and follows else text
 
-        return with_viewer(text, drawn.viewed)
-    if not drawn.printed:
-        return text
-    if format == "plain":
-        return text + drawn.text()
-    from ..render.html import with_pre
 
-    return with_pre(text, drawn.text())
+def say(message: str) -> None:
+    """Print a message on stderr, with unprintable characters escaped and the middle of a very long one cut."""
+    escaped = "\n".join(map(printable, message.split("\n")))
+    if sys.stderr is not None:
+        with suppress(OSError):
+            here = place()
+            who = "mha-inspect" if here is None else f"mha-inspect: {here}"
+            print(f"{who}: {shortened(escaped, _LONGEST)}", file=sys.stderr)
 
 
 def write(text: str) -> None:

@@ -16,9 +16,9 @@ from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
 from ..text import byte_size, did_you_mean, first_few, shown
-from .messages import does_not_fit, say
+from .messages import does_not_fit
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
-from .output import print_and_export
+from .output import print_and_export, say
 from .process import import_torch, resume_collection
 from .ranks import place, with_group
 

@@ -314,9 +314,9 @@ def _wanted(options: Options, stage: str | None, head: str, tokens: str | None) 
                     f"{flag} {shown(text)} only affects pictures, and none is drawn. Add --picture weights."
                 )
         return None
-    if options.device == "meta" and stage is None and options.ending == ".html":
-        return None
-    require_drawable(options)
+    # A page shows shapes where there are no numbers.
+    if stage is not None or options.ending != ".html":
+        require_drawable(options)
     return Wanted(stage or "weights", heads, labels, stage is not None)
 
 
@@ -377,17 +377,18 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
         rest = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
         note = f"To draw {rest}: --attention N, or the path of a module."
         pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
-    return Drawn(tuple(pictures), wanted.printed, viewed)
+    return Drawn(tuple(pictures), wanted.printed, viewed=viewed)
 
 
 def _attended(trace: Trace, run: Run) -> list[Attended]:
     """Return the attentions of a run as pictures need them, with tensors that are made when they are drawn."""
     from ..naming.canonical import drawn_of
-    from ..pictures.stages import Attended
+    from ..pictures.stages import Attended, sharing_heads
     from ..reports.trace import attention_names
 
     attended: list[Attended] = []
-    for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True):
+    of_trace = zip(attention_names(trace), trace.attentions, strict=True)
+    for (name, report), attention, shared in zip(of_trace, run.attentions, sharing_heads(run), strict=True):
         attended.append(
             Attended(
                 name,
@@ -395,6 +396,8 @@ def _attended(trace: Trace, run: Run) -> list[Attended]:
                 report.num_kv_heads,
                 partial(drawn_of, run, *attention),
                 num_windows=attention[1].num_windows,
+                report=report,
+                shared=shared,
             )
         )
     return attended

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 from einops import rearrange
 
 from ..errors import SpecError
+from ..naming.named_run import NamedRun
+from ..naming.parameters import parts_of
 from ..naming.pattern import CANONICAL_AXES
+from .flow import flow_of
 from .grid import Floats, Picture, PictureAxis
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..reports.trace import AttentionReport
+    from .viewer import Shown, SizeOfStage
 
 _IN_A_PAGE = ("scores", "masked_scores", "weights")
 _FAR = 900.0
@@ -33,6 +39,12 @@ class Attended:
     """Returns its stages in `CANONICAL_AXES`, computed on each call."""
     num_windows: int = 1
     """The windows of a batch item, which count as batch items of their own."""
+    report: AttentionReport | None = None
+    """Its stages in words and shapes, for a page; None if only heat maps are drawn."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """The query heads that use each key head, as `sharing_heads` returns them; empty if each has its own."""
+    count: int | None = None
+    """The number of heads that was asked for, if several are compared."""
 
     def picture(
         self,
@@ -139,6 +151,14 @@ def _axis(name: str, size: int, labels: Sequence[str]) -> PictureAxis:
     return PictureAxis(name)
 
 
+def sharing_heads(run: NamedRun) -> list[tuple[tuple[int, ...], ...]]:
+    """Return for each attention the query heads that use each key head: 0 1 and 2 3; empty if each has its own."""
+    is_grouped = any(names.num_kv_heads < names.num_heads for _, names in run.attentions)
+    if not is_grouped:
+        return [() for _ in run.attentions]
+    return [tuple(map(tuple, found.serves)) for found in parts_of(run)]
+
+
 def for_viewer(
     attended: Sequence[Attended],
     *,
@@ -148,14 +168,25 @@ def for_viewer(
     stage: str = "weights",
     head: int = 0,
 ) -> dict[str, Any] | None:
-    """Return a page's data: scores, weights and stages `more` of every attention; None if no stage can be drawn.
+    """Return a page's data: every attention with its stages, and heat maps of scores, weights and stages `more`.
 
-    `attention`, `stage` and `head` are shown first. The pictures are of batch item 0; labels that fit no axis of a
-    stage are ignored.
+    None if there is nothing to show. `attention`, `stage` and `head` are shown first. The heat maps are of batch item
+    0; labels that fit no axis of a stage are ignored.
     """
-    from .viewer import SizeOfStage, storages, viewer_data
+    from .viewer import storages, viewer_data
 
     names = [*dict.fromkeys((*_IN_A_PAGE, *more))]
+    sizes = _sizes(attended, names)
+    if not sizes and all(item.report is None for item in attended):
+        return None
+    shown = (_shown(item, names, labels) for item in attended)
+    return viewer_data(shown, storages(sizes), {"attention": attention, "stage": stage, "head": head})
+
+
+def _sizes(attended: Sequence[Attended], names: Sequence[str]) -> dict[str, SizeOfStage]:
+    """Return how much there is of each stage with numbers, in all attentions."""
+    from .viewer import SizeOfStage
+
     sizes: dict[str, SizeOfStage] = {}
     for item in attended:
         for name, tensor in _filled(item, names).items():
@@ -166,11 +197,15 @@ def for_viewer(
                 elements=before.elements + first_item.numel(),
                 panels=before.panels + heads,
             )
-    if not sizes:
-        return None
-    pictures = ((item.name or "attention", _pictures(item, names, labels)) for item in attended)
-    shown_first = {"attention": attention, "stage": stage, "head": head}
-    return viewer_data(pictures, storages(sizes), shown_first)
+    return sizes
+
+
+def _shown(item: Attended, names: Sequence[str], labels: Sequence[str]) -> Shown:
+    """Return an attention as the viewer takes it."""
+    from .viewer import Shown
+
+    flow = None if item.report is None else flow_of(item.report, item.shared)
+    return Shown(item.name or "attention", _pictures(item, names, labels), flow, item.count)
 
 
 def _filled(attended: Attended, names: Iterable[str]) -> dict[str, Tensor]:

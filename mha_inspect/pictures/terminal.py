@@ -22,6 +22,8 @@ SIDE = 22
 """The least columns of a panel beside others."""
 LARGE = 16
 """Up to this many rows and columns, each cell is two columns wide and a line high, if there is room."""
+SMALL = 12
+"""The most cells along a side of a panel of a small picture."""
 WIDEST_LABEL, LONGEST_LABEL = 12, 6
 """The most characters of a label beside a row, and below a column."""
 BAR = 24
@@ -36,14 +38,16 @@ _TICK = 4
 """Lines between two row numbers."""
 
 
-def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none") -> str:
+def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none", small: bool = False) -> str:
     """Return the picture as lines of at most `width` columns; the text ends with a line feed.
 
-    Masked cells have no colour: a dot if both cells of a character are masked, and blank without colours.
+    A `small` picture is one row of small panels, with as many heads as fit. Masked cells have no colour: a dot if both
+    cells of a character are masked, and blank without colours.
     """
     columns = WIDTH if width is None else max(width, NARROWEST)
     text = ""
-    for line in _Drawing(picture, columns, depth).lines():
+    drawing = _SmallDrawing(picture, columns, depth) if small else _Drawing(picture, columns, depth)
+    for line in drawing.lines():
         text += line.rstrip(" ") + "\n"
     return text
 
@@ -228,15 +232,20 @@ class _Drawing:
 
     def legend(self, block: tuple[int, int]) -> list[str]:
         """Return the meaning of the colours, and the notes."""
+        lines = self._joined([*self._scale(), *self._signs()])
+        for note in self._notes(block):
+            lines += wrap(note, self.width)
+        return lines
+
+    def _joined(self, parts: Iterable[str]) -> list[str]:
+        """Return the parts in lines, as many in each as fit."""
         lines: list[str] = []
-        for part in [*self._scale(), *self._signs()]:
+        for part in parts:
             joined = f"{lines[-1]}   {part}" if lines else part
             if lines and _width(joined) <= self.width:
                 lines[-1] = joined
             else:
                 lines.append(part)
-        for note in self._notes(block):
-            lines += wrap(note, self.width)
         return lines
 
     def _scale(self) -> list[str]:
@@ -309,6 +318,37 @@ class _Drawing:
             return _character(step)
         wide = [step, step]
         return self.pairs(wide, wide)
+
+
+class _SmallDrawing(_Drawing):
+    """A picture as one row of small panels."""
+
+    def _has_room_for_wide_cells(self) -> bool:
+        return False
+
+    def _panels_in_a_row(self) -> int:
+        count, _, _ = self.picture.shape
+        fitting = self._width_of_panels() // (self.widest_name + GAP)
+        return max(min(count, fitting), 1)
+
+    def _most_cells(self) -> tuple[int, int]:
+        across = max(min(self.room(self.beside), SMALL), 1)
+        return (across, across) if self.is_inked else (across // 2 + 1, across)
+
+    def lines(self) -> list[str]:
+        """Return the title, as many panels as fit beside each other, and what is not drawn."""
+        picture = self.picture
+        values, block = reduced(picture.values, *self._most_cells())
+        panels = steps(values[: self.beside], picture.scale, self.count).tolist()
+        parts = [*self._scale(), *self._signs()]
+        height, width = block
+        if height > 1 or width > 1:
+            parts.append(f"a cell: the largest of {height} × {width}")
+        lines = self._joined(parts)
+        lines += self.band(picture.panels[: self.beside], panels, block)
+        if self.beside < len(picture.panels):
+            lines.append(f"{self.beside} of {len(picture.panels)} heads fit; --picture draws all.")
+        return lines
 
 
 def number(value: float) -> str:

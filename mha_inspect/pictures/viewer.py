@@ -1,4 +1,4 @@
-"""Make the viewer of a page: every attention, stage and head, with all elements in the page itself.
+"""Make the picture of a page: each attention from input to output, its heads, and every element of a head.
 
 Elements are stored as integers of 16 bits, or of 8 bits if there are many. If there are more than a file should have,
 only the maximum of each block is stored. The page says both.
@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..render.html import Drawn
 from ..text import printable
 from .grid import Floats, Picture, Range, hex_table, range_of, reduced
 from .terminal import number
@@ -163,24 +165,36 @@ def _signs(span: Range) -> list[list[str]]:
     return signs
 
 
-def viewer_data(
-    attentions: Iterable[tuple[str, Sequence[Picture]]], how: Mapping[str, Storage], first: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the data of the viewer: the name of each attention, and a picture for each stage, titled with the stage.
+@dataclass(frozen=True)
+class Shown:
+    """An attention of the viewer."""
+
+    name: str
+    pictures: Sequence[Picture]
+    """A picture for each stage with numbers, titled with the stage."""
+    flow: Mapping[str, Any] | None = None
+    """Its stages as `flow_of` returns them; None to show the heat maps alone."""
+    count: int | None = None
+    """The number of heads that was asked for, if several are compared."""
+
+
+def viewer_data(attentions: Iterable[Shown], how: Mapping[str, Storage], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of the viewer.
 
     `first` is the attention, stage and head that is shown first. Each attention is freed before the next is requested.
     """
     tokens: dict[str, list[str]] = {}
     shown = []
-    for name, pictures in attentions:
+    for attention in attentions:
         stages = []
-        for picture in pictures:
+        for picture in attention.pictures:
             stages.append(encoded(picture, how[picture.title]))
             for axis in (picture.rows, picture.columns):
                 if axis.labels:
                     tokens[axis.name] = list(axis.labels)
-        if stages:
-            shown.append({"name": printable(name), "stages": stages})
+        if stages or attention.flow:
+            name = printable(attention.name)
+            shown.append({"name": name, "count": attention.count, "stages": stages, "flow": attention.flow})
     of_positive, of_signed = hex_table(False), hex_table(True)
     return {
         "attentions": shown,
@@ -211,25 +225,20 @@ def policy() -> str:
     return f'<meta http-equiv="Content-Security-Policy" content="{allowed}; form-action \'none\'">\n'
 
 
-def with_viewer(page: str, data: Mapping[str, Any]) -> str:
-    """Return a whole page with the viewer at its end."""
-    viewport = '<meta name="viewport"'
-    link = '<p><a href="#mha-viewer-title">What the heads attend to</a></p>'
-    head, _, rest = page.partition(viewport)
-    body, _, end = rest.rpartition("</body>")
-    body = body.replace("<body>", f"<body>\n{link}", 1)
-    return f"{head}{policy()}{viewport}{body}{fragment(data)}</body>{end}"
+def drawn_page(data: Mapping[str, Any]) -> Drawn:
+    """Return the viewer as the picture of a whole page."""
+    return Drawn(fragment(data), policy())
 
 
 def frame(data: Mapping[str, Any]) -> str:
     """Return the viewer as an iframe for a page with other content, e.g. a notebook."""
     page = (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="UTF-8">{policy()}<title>mha-inspect</title></head>'
-        f"<body>{fragment(data)}</body></html>"
+        f'<body style="margin: 0">{fragment(data)}</body></html>'
     )
     return (
-        f'<iframe title="What the heads attend to" sandbox="allow-scripts" '
-        f'style="width: 100%; height: 52rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
+        f'<iframe title="The attention from input to output" sandbox="allow-scripts" '
+        f'style="width: 100%; height: 43rem; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     )
 
 

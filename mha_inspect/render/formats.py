@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..reports.common import Report
 from ..text import cells
 from .page import Block, Facts, Page, Paragraph, Table, apart
 from .verdict import verdict_of
+
+if TYPE_CHECKING:
+    from .html import Drawn
 
 Format = Literal["table", "plain", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -25,12 +28,18 @@ _MODULES = {"diff-checkpoints": "diff", "layers": "check"}
 
 
 def to_text(
-    report: Report, format: Format, *, width: int | None = None, color: bool = False, height: int | None = None
+    report: Report,
+    format: Format,
+    *,
+    width: int | None = None,
+    color: bool = False,
+    height: int | None = None,
+    drawn: Drawn | None = None,
 ) -> str:
     """Return the report in one of `FORMATS`; ends with a line feed.
 
     `width` (columns), `height` (lines) and `color` matter to table; a width of None is the terminal's, a height of None
-    has no end.
+    has no end. `drawn` is the picture of html.
 
     Raises `ValueError` for an unknown format.
     """
@@ -44,17 +53,17 @@ def to_text(
     if format == "html":
         from .html import to_html
 
-        return to_html(page)
+        return to_html(page, drawn)
     from .terminal import to_table
 
     return to_table(page, width=width, color=color, height=height)
 
 
-def to_cell(report: Report) -> str:
+def to_cell(report: Report, drawn: Drawn | None = None) -> str:
     """Return the report as html for a page with other content, such as a notebook."""
     from .html import to_cell
 
-    return to_cell(page_of(report))
+    return to_cell(page_of(report), drawn)
 
 
 def page_of(report: Report) -> Page:

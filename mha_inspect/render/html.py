@@ -1,17 +1,19 @@
 """The page as html: real tables, each of which scrolls by itself, light or dark as the reader's system is.
 
 The frames are page.html and cell.html beside this file, with the styles of page.css. What stands between two @ in them
-is filled in here. They are self-contained: nothing is fetched, no script, fonts that systems have.
+is filled in here. They are self-contained: nothing is fetched, fonts that systems have, and no script but that of a
+picture. Below a picture, tables are folded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Table, Tone, by_axis
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
 
 _COLOURS = {name.upper(): f"var(--{name})" for name in ("red", "green", "magenta", "cyan", "blue")}
 """Colours of a whole page: page.html sets them for light and for dark."""
@@ -19,16 +21,35 @@ _BETWEEN = {"RED": "#d1402f", "GREEN": "#2d8549", "MAGENTA": "#9560d8", "CYAN": 
 """Colours that are readable on white and on black, for a page of unknown background."""
 
 
-def to_html(page: Page) -> str:
-    """Return the page as one html file: nothing is fetched, no script."""
+@dataclass(frozen=True)
+class Drawn:
+    """The picture of a page."""
+
+    content: str
+    policy: str = ""
+    """A `meta` element that says which scripts and styles the page may run; empty where another page says it."""
+
+
+def to_html(page: Page, drawn: Drawn | None = None) -> str:
+    """Return the page as one html file, below its first lines a picture if one is drawn: nothing is fetched."""
     styles = _filled("page.css", SCOPE="body", **_COLOURS).strip()
-    return _filled("page.html", STYLES=styles, TITLE=escape(f"mha-inspect: {page.title}"), PAGE=_page(page))
+    lines = [*_verdict(page), *_title(page)]
+    if drawn is not None:
+        lines = [*_verdict(page), *_fix(page), *_title(page), drawn.content]
+    lines += _sections(page, folds=drawn is not None)
+    title = escape(f"mha-inspect: {page.title}")
+    policy = "" if drawn is None else drawn.policy
+    return _filled("page.html", POLICY=policy, STYLES=styles, TITLE=title, PAGE="\n".join(lines))
 
 
-def to_cell(page: Page) -> str:
+def to_cell(page: Page, drawn: Drawn | None = None) -> str:
     """Return the page as a piece of html for use inside another page, in that page's colours."""
     styles = _filled("page.css", SCOPE=".mha-inspect", **_BETWEEN).strip()
-    return _filled("cell.html", STYLES=styles, PAGE=_page(page))
+    lines = [*_verdict(page), *_title(page)]
+    if drawn is not None:  # it is seen first
+        lines = [*_verdict(page), *_fix(page), drawn.content, *_title(page)]
+    content = "\n".join([*lines, *_sections(page, folds=drawn is not None)])
+    return _filled("cell.html", STYLES=styles, PAGE=content)
 
 
 def _filled(name: str, **values: str) -> str:
@@ -36,26 +57,60 @@ def _filled(name: str, **values: str) -> str:
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], text)
 
 
-def with_pre(page: str, text: str) -> str:
-    """Return a whole page with a preformatted text at its end."""
-    body, _, end = page.rpartition("</body>")
-    return f'{body}<section class="scroll"><pre>{escape(text)}</pre></section>\n</body>{end}'
-
-
-def _page(page: Page) -> str:
-    lines: list[str] = []
+def _verdict(page: Page) -> Iterator[str]:
     if page.verdict is not None:
-        lines += _block(page.verdict)
-    lines.append(_titled("h1", page.title, page.detail))
-    lines.append(_element("p", escape(page.subtitle), "muted"))
-    for section in page.sections:
-        lines.append("<section>")
-        if section.title:
-            lines.append(_titled("h2", section.title, section.detail))
+        yield from _block(page.verdict)
+
+
+def _fix(page: Page) -> Iterator[str]:
+    """Yield how to fix what the verdict says, above a picture: the findings stand below it."""
+    if page.fix:
+        yield _element("p", escape(f"fix: {page.fix}"))
+
+
+def _title(page: Page) -> Iterator[str]:
+    yield _titled("h1", page.title, page.detail)
+    yield _element("p", escape(page.subtitle), "muted")
+
+
+def _sections(page: Page, *, folds: bool) -> Iterator[str]:
+    for part in _parts(page.sections):
+        yield from _folded(part) if folds and _is_long(part) else _open(part)
+
+
+def _parts(sections: Iterable[Section]) -> list[list[Section]]:
+    """Return each section that has a title, with those after it that continue it."""
+    parts: list[list[Section]] = []
+    for section in sections:
+        if section.title or not parts:
+            parts.append([])
+        parts[-1].append(section)
+    return parts
+
+
+def _is_long(part: Iterable[Section]) -> bool:
+    """Return whether a part has a table, or the content of a tensor, and so is folded below a picture."""
+    return any(isinstance(block, (Table, Verbatim)) for section in part for block in section.blocks)
+
+
+def _folded(part: Sequence[Section]) -> Iterator[str]:
+    first = part[0]
+    title = _titled("h2", first.title, first.detail) if first.title else _element("h2", "more")
+    yield f"<details><summary>{title}</summary>"
+    for section in part:
         for block in section.blocks:
-            lines += _block(block)
-        lines.append("</section>")
-    return "\n".join(lines)
+            yield from _block(block)
+    yield "</details>"
+
+
+def _open(part: Iterable[Section]) -> Iterator[str]:
+    for section in part:
+        yield "<section>"
+        if section.title:
+            yield _titled("h2", section.title, section.detail)
+        for block in section.blocks:
+            yield from _block(block)
+        yield "</section>"
 
 
 def _titled(tag: str, title: str, detail: str) -> str:

@@ -34,7 +34,7 @@ def test_a_bare_command_answers_in_plain_text(program):
 def test_export_prints_as_well(invoke, tmp_path, command):
     target = tmp_path / "report.html"
     code, out, err = invoke(command, *SMALL[command], "--json", "--export", str(target))
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"mha-inspect: wrote {target}\n")
     assert target.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert json.loads(out)["command"] == command
 

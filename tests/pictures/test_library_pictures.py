@@ -97,7 +97,7 @@ def test_a_file_of_the_picture_alone(invoke, tmp_path):
     more = ("--picture", "scores", "--head", "0,2", "--tokens", "$a,b$,c,d,e,f")
     for name in ("a.png", "again.png"):
         answer = invoke(*LINE, *more, "--export", str(tmp_path / name))
-        assert (answer.code, answer.err) == (0, "")
+        assert (answer.code, answer.err) == (0, f"mha-inspect: wrote {tmp_path / name}\n")
     content = (tmp_path / "a.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert content == (tmp_path / "again.png").read_bytes()
@@ -121,7 +121,11 @@ def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
     out = invoke(*LINE, "--picture", "weights", "--export", str(tmp_path / "a.txt")).out
     assert (tmp_path / "a.txt").read_text() == out
     invoke("trace", "--embed-dim", "12", "--device", "meta", "--num-heads", "3", "--export", str(tmp_path / "b.html"))
-    assert "mha-viewer" not in (tmp_path / "b.html").read_text()
+    data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', (tmp_path / "b.html").read_text())[1])
+    # On meta there are shapes and no numbers.
+    (attention,) = data["attentions"]
+    assert attention["stages"] == []
+    assert [stage["name"] for stage in attention["flow"]["stages"]][-2:] == ["concat", "output"]
 
 
 def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):

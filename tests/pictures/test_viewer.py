@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from mha_inspect.pictures.grid import Picture, PictureAxis, hex_table
 from mha_inspect.pictures.viewer import (
     ROOM,
+    Shown,
     SizeOfStage,
     Storage,
+    drawn_page,
     encoded,
     fragment,
     frame,
     storages,
     viewer_data,
-    with_viewer,
 )
+from mha_inspect.render.html import to_html
+from mha_inspect.render.page import Page as WrittenPage
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1">\'\u2028\x1b[31m<!--'
 FIRST = {"attention": 0, "stage": "weights", "head": 0}
@@ -93,7 +96,9 @@ def test_storage_keeps_what_fits():
 
 def test_a_hostile_name_ends_nothing():
     pictures = stages(6, 6, labels=TOKENS)
-    text = fragment(viewer_data([(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST))
+    text = fragment(
+        viewer_data([Shown(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST)
+    )
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "\x1b" not in text
@@ -103,25 +108,20 @@ def test_a_hostile_name_ends_nothing():
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
 
-BARE = (
-    '<!DOCTYPE html><html lang="en"><head><meta charset="UTF-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1"><title>t</title></head><body></body></html>'
-)
 
-
-def written(file: Path, attentions: list[tuple[str, list[Picture]]], first: dict | None = None) -> Path:
+def written(file: Path, attentions: list[Shown], first: dict | None = None) -> Path:
     data = viewer_data(
         attentions,
         dict.fromkeys(("scores", "weights"), Storage(16, None)),
         {"attention": 0, "stage": "weights", "head": 0, **(first or {})},
     )
-    file.write_text(with_viewer(BARE, data), encoding="utf-8")
+    file.write_text(to_html(WrittenPage("t", "", "", ()), drawn_page(data)), encoding="utf-8")
     return file
 
 
 @pytest.fixture
-def attentions() -> list[tuple[str, list[Picture]]]:
-    return [(f"attention {n} in {HOSTILE}", stages(6, 6, seed=n, labels=TOKENS)) for n in range(3)]
+def attentions() -> list[Shown]:
+    return [Shown(f"attention {n} in {HOSTILE}", stages(6, 6, seed=n, labels=TOKENS)) for n in range(3)]
 
 
 @pytest.fixture
@@ -145,24 +145,24 @@ PIXEL = "return [...document.querySelector('.picture').getContext('2d').getImage
 def test_choose_attention_stage_and_head(page, file, attentions):
     page.open(file)
     assert page.text(".read") == "weights, head 0"
-    page.choose("head", "head 2")
+    page.find(".heads button:nth-child(3)").click()
     assert page.text(".read") == "weights, head 2"
-    assert page.find("[aria-pressed=true]").text.endswith("head 2")
-    page.choose("stage", "scores")
+    assert page.find(".heads [aria-pressed=true]").text.endswith("head 2")
+    page.find("[data-stage=scores]").click()
     assert page.text(".read") == "scores, head 2"
-    size = np.abs(attentions[0][1][0].values).max()
+    size = np.abs(attentions[0].pictures[0].values).max()
     assert [float(page.text(end)) for end in (".low", ".high")] == [-float(f"{size:.4g}"), float(f"{size:.4g}")]
     shown = page.run("return [...document.querySelector('[name=attention]').options].map((o) => o.textContent)")
     assert [name[:11] for name in shown] == ["attention 0", "attention 1", "attention 2"]
     page.run("const s = document.querySelector('[name=attention]'); s.value = 1; s.dispatchEvent(new Event('change'))")
-    size = np.abs(attentions[1][1][0].values).max()
+    size = np.abs(attentions[1].pictures[0].values).max()
     assert float(page.text(".high")) == float(f"{size:.4g}")
     assert page.complaints == []
 
 
 def test_hovering_reads_numbers_and_labels(page, file, attentions):
     page.open(file)
-    weights = attentions[0][1][1].values[0]
+    weights = attentions[0].pictures[1].values[0]
     for row, column in ((3, 1), (5, 0), (1, 4)):
         hover(page, row, column)
         said = page.text(".read")
@@ -178,9 +178,9 @@ def test_hovering_reads_numbers_and_labels(page, file, attentions):
 def test_each_cell_has_the_colour_of_its_number(page, file, attentions):
     page.open(file)
     for stage, signed in (("weights", False), ("scores", True)):
-        page.choose("stage", stage)
+        page.find(f"[data-stage={stage}]").click()
         table = [tuple(int(c[i : i + 2], 16) for i in (0, 2, 4)) for c in hex_table(signed)]
-        picture = next(picture for picture in attentions[0][1] if picture.title == stage)
+        picture = next(picture for picture in attentions[0].pictures if picture.title == stage)
         low, high = picture.scale
         for row, column in np.ndindex(6, 6):
             number = picture.values[0, row, column]
