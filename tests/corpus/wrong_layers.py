@@ -210,6 +210,28 @@ CASES += [
 ]
 
 
+# -- scores of other queries -------------------------------------------------------------------------------------------
+
+
+def divided_by(largest: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Scores that are divided by the largest of some of them."""
+    return {"weigh": lambda m, s: (s / largest(s.abs())).softmax(-1)}
+
+
+CASES += [
+    Case(
+        "ScaledByOtherQueries",
+        "softmax",
+        divided_by(lambda s: s.amax((-2, -1), keepdim=True)),
+        divided_by(lambda s: s.amax(-1, keepdim=True)),
+        suspected=True,
+        in_trace=True,
+    ),
+    # only a shift, which no weight shows
+    Case("LargestScoreSubtracted", "softmax", None, {"weigh": lambda m, s: (s - s.max()).softmax(-1)}),
+]
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
