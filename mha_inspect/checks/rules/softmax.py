@@ -81,7 +81,7 @@ def _by_other_queries(evidence: Evidence, attention: Attention, names: AxisNames
         f"Changing query {rows.changed} alone changes the weights of queries {shortened(spans(rows.moved), 40)}.",
         sure=False,
         source=attention.score_product.op.source,
-        fix="Reduce over the keys alone: max, mean and norms of scores with axes query key take dim=-1.",
+        fix="Take the max, mean or norm of scores over the keys alone: dim=-1 of scores with axes query key.",
     )
 
 
