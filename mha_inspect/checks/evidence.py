@@ -38,6 +38,10 @@ OTHER_SIZES = 100.0
 """Runs of other sizes round differently: their tolerance is this many times larger."""
 
 
+_MOST_TOKENS = 12
+"""Of more tokens, a few are changed one by one."""
+
+
 class NotPossibleError(Exception):
     """A check cannot be decided; the message says why, `brief` says it in two words, and `give` is the way out."""
 
@@ -474,28 +478,26 @@ class Evidence:
             first_item = self.output.narrow(source.batch, 0, 1)
         if not first_item.isfinite().any():
             raise NotPossibleError("the output of the first batch item has no finite number")
-        places = self._places_to_change()
-        if self.once:
-            return {}
-        outputs = {place: self.output_with(source.others(place)) for place in sorted(places)}
-        return {place: self.differences(output, times=0) for place, output in outputs.items()}
-
-    def _places_to_change(self) -> set[int]:
-        """Return a few positions of real tokens of the first batch item, the last one and one in the middle among them.
-
-        A token that a mask hides from every other query changes nothing, whatever the code does.
-        """
         places = self._real_places()
         if not places:
             raise NotPossibleError("the first batch item is padding throughout")
-        seen = [place for place in places if place in self.seen_by_others]
-        if not seen:
-            seen = places
-        chosen = {seen[len(seen) // 2], places[-1]}
-        has_all_queries = any(sight.queries == self.source.length for sight in self.sights)
-        if self.padded is not None or not has_all_queries:
-            chosen.add(seen[0])  # without queries of all tokens, the others may be the last of a window
-        return chosen
+        if self.once:
+            return {}
+        outputs = {}
+        for place in self._places_to_change(places):
+            outputs[place] = self.output_with(source.others(place))
+        return {place: self.differences(output, times=0) for place, output in outputs.items()}
+
+    def _places_to_change(self, places: list[int]) -> list[int]:
+        """Return the positions of real tokens of the first batch item to change: all of them if they are few.
+
+        Of many, some that another query sees: a token that a mask hides from every other changes nothing, whatever the
+        code does.
+        """
+        if len(places) <= _MOST_TOKENS:
+            return places
+        seen = [place for place in places if place in self.seen_by_others] or places
+        return sorted({seen[0], seen[len(seen) // 2], places[-1]})
 
     def _real_places(self) -> list[int]:
         """Return the positions of the first batch item that are no padding."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -19,7 +16,7 @@ from ..record.arguments import tensors_in
 from ..record.ops import Op
 from ..reports.check import Finding
 from ..text import first_few, listed, shortened, spans
-from .evidence import Evidence, NotPossibleError, RaisedError
+from .evidence import Evidence, NotPossibleError
 from .readers import Readers, weight_of
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
@@ -28,10 +25,6 @@ _MOST_HEADS = 64
 """The largest number of heads whose gradients are computed."""
 _SHOWN = 4
 """The largest number of parameters to name."""
-_NAN = "NaN"
-"""The brief reason of a backward that gives NaN."""
-_FIRST_NAN = re.compile(r"Function '(\w+)' returned nan values")
-"""What autograd raises if it searches for NaN."""
 
 Gradients = dict[str, Tensor | None]
 """Name of a parameter to its gradient; None if no gradient arrives."""
@@ -256,9 +249,6 @@ def _backward(evidence: Evidence, wanted: Mapping[str, nn.Parameter], *, finite:
             loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
             gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
     except Exception as error:  # user code may raise anything under autograd
-        nan = _FIRST_NAN.search(str(error))
-        if nan is not None:
-            raise NotPossibleError(nan[1], _NAN) from error
         raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
     return _Backward(outputs, dict(zip(wanted, gradients, strict=True)))
 
@@ -308,7 +298,7 @@ def _with_nan(gradients: Gradients) -> list[str]:
 
 
 def _of_nan(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the parameters whose gradients are NaN although the output is finite, and where the NaN begins.
+    """Yield the parameters whose gradients are NaN although the output is finite.
 
     Raises `NotPossibleError` if no output is finite.
     """
@@ -319,16 +309,11 @@ def _of_nan(evidence: Evidence) -> Iterator[Finding]:
     names = _with_nan(backward.gradients)
     if not names:
         return
-    begins = _first_nan(evidence, wanted)
-    proof = f"The NaN begins in {begins}, in the backward. " if begins else ""
-    line = module = ""
-    for sight in evidence.sights:
-        if sight.has_blind_query:
-            line, module = sight.line, sight.module
-            proof += (
-                "A query has every key masked out: the output discards its NaN, but in the backward 0 · NaN is NaN. "
-            )
-            break
+    proof = line = module = ""
+    blind = [sight for sight in evidence.sights if sight.has_blind_query]
+    if blind:
+        line, module = blind[0].line, blind[0].module
+        proof = "A query has every key masked out: the output discards its NaN, but in the backward 0 · NaN is NaN. "
     get = "gets" if len(names) == 1 else "get"
     yield Finding(
         "parameters",
@@ -337,15 +322,3 @@ def _of_nan(evidence: Evidence) -> Iterator[Finding]:
         source=line,
         module=module,
     )
-
-
-def _first_nan(evidence: Evidence, wanted: Mapping[str, nn.Parameter]) -> str:
-    """Return the first function of the backward that gives NaN, e.g. `SoftmaxBackward0`; empty if it is unknown."""
-    with warnings.catch_warnings(), suppress(RaisedError):
-        warnings.simplefilter("ignore")  # autograd warns that this is slow
-        try:
-            with torch.autograd.detect_anomaly(check_nan=True):
-                _backward(evidence, wanted, finite=True)
-        except NotPossibleError as error:
-            return str(error) if error.brief == _NAN else ""
-    return ""

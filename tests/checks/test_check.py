@@ -226,7 +226,7 @@ def test_a_stack_of_twelve_runs_few_times() -> None:
     stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     report = mha_inspect.check(stack, torch.randn(2, N, E))
     assert report.ok
-    assert report.runs <= 15
+    assert report.runs <= 30
 
 
 def test_rows_that_attend_to_each_other_are_told_once() -> None:

@@ -210,6 +210,73 @@ CASES += [
 ]
 
 
+# -- scores of other queries -------------------------------------------------------------------------------------------
+
+
+def divided_by(largest: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Scores that are divided by the largest of some of them."""
+    return {"weigh": lambda m, s: (s / largest(s.abs())).softmax(-1)}
+
+
+CASES += [
+    Case(
+        "ScaledByOtherQueries",
+        "softmax",
+        divided_by(lambda s: s.amax((-2, -1), keepdim=True)),
+        divided_by(lambda s: s.amax(-1, keepdim=True)),
+        suspected=True,
+        in_trace=True,
+    ),
+    # only a shift, which no weight shows
+    Case("LargestScoreSubtracted", "softmax", None, {"weigh": lambda m, s: (s - s.max()).softmax(-1)}),
+]
+
+
+# -- outputs at other places -------------------------------------------------------------------------------------------
+
+
+class Windows(nn.Module):
+    """Attention in windows of four tokens, which `back` puts back; `batch window token embed`."""
+
+    def __init__(self, back: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.attention, self.back = nn.MultiheadAttention(E, H, batch_first=True), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.unflatten(1, (-1, 4)).flatten(0, 1)
+        attended = self.attention(windows, windows, windows, need_weights=False)[0]
+        return x + self.back(attended.unflatten(0, (len(x), -1))).flatten(1, 2)
+
+
+class Halves(nn.Module):
+    """Two sequences side by side, each of which attends to the other alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, 1)
+        return x + torch.cat((self.attention(left, right, right)[0], self.attention(right, left, left)[0]), 1)
+
+
+def twelve() -> dict[str, Tensor]:
+    return {"x": torch.randn(B, 12, E)}
+
+
+CASES += [
+    Case(
+        "WindowsPutBackElsewhere",
+        "mixing",
+        lambda: Windows(lambda x: x.transpose(1, 2)),
+        lambda: Windows(),
+        inputs=twelve,
+        suspected=True,
+    ),
+    Case("WindowsSwapped", "mixing", lambda: Windows(lambda x: x[:, [0, 2, 1]]), Halves, inputs=twelve, suspected=True),
+]
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 

@@ -26,9 +26,6 @@ _CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
 _CAUSAL_FLAGS = ("is_causal", "causal")
 """Arguments and attributes that say whether attention is causal."""
 
-_MOST_TOKENS = 64
-"""The largest number of tokens to change one by one."""
-
 
 @rule(
     after=("softmax", "masking"), confirm="--causal", by_position=True, of_outputs="no output depends on a later token"
@@ -130,16 +127,9 @@ def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:
 
     Learned tokens before the sequence, and an image before a text, may see each other: no output sees a later token.
     """
-    if not sight.sees_future or not evidence.follows or evidence.once or sight.queries == evidence.source.length:
+    if not sight.sees_future or sight.queries == evidence.source.length:
         return False
-    source = evidence.source
-    if source.length > _MOST_TOKENS:
-        return False
-    for place in range(1, source.length):
-        changed = evidence.differences(evidence.output_with(source.others(place)))
-        if _changes_earlier(changed, place):
-            return False
-    return True
+    return _is_causal_by_outputs(evidence)
 
 
 # -- outputs that depend on the future --------------------------------------------------------------------------------

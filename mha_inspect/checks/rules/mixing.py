@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ...graph.dataflow import made_of
@@ -14,6 +15,7 @@ from ...graph.rerun import between
 from ...naming.visibility import kinds_of
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
+from ...text import shortened, spans
 from ..evidence import Evidence, NotPossibleError
 from ..one_position import one_position
 from ..registry import rule
@@ -65,6 +67,9 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         raise NotPossibleError("batch item 0 has one real token: all others are padding")
     if not _has_effect(reach):
         yield _fault_at_all_positions(evidence, reach)
+        return
+    if len(reach) == evidence.source.length:
+        yield from _at_other_places(evidence)
 
 
 def _count_real_tokens(padded: Tensor) -> int:
@@ -75,6 +80,52 @@ def _count_real_tokens(padded: Tensor) -> int:
 def _has_effect(reach: Mapping[int, Tensor]) -> bool:
     """Return whether a token of batch item 0 changes another position of this item."""
     return any(changes_beside(changed[:1], token) for token, changed in reach.items())
+
+
+# -- outputs at other places ------------------------------------------------------------------------------------------
+
+
+def _at_other_places(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a suspicion if outputs are made of tokens of another group than their own, e.g. of another window."""
+    seen = torch.stack([changed[0] > 0 for changed in evidence.reach.values()], 1)  # output token
+    groups = _groups_of(seen)
+    moved = [place for place, group in enumerate(groups) if place not in group]
+    # Two sequences in one that attend to each other have no output at its place.
+    if not moved or len(moved) == len(groups):
+        return
+    first = moved[0]
+    of_first = spans(sorted(groups[first]))
+    yield Finding(
+        "mixing",
+        f"Outputs are at other places than their tokens: output {first} is made of tokens {of_first}.",
+        f"The {len(set(groups))} groups of tokens that see each other are in place for {len(groups) - len(moved)} "
+        f"outputs and not for {len(moved)}: {shortened(spans(moved), 40)}.",
+        sure=False,
+        source=evidence.scores_line,
+        fix="Check the order of axes where windows are put back: it is the opposite of the one that cut them.",
+    )
+
+
+def _groups_of(seen: Tensor) -> list[frozenset[int]]:
+    """Return the group of tokens that each output is made of, its own token of a residual left out.
+
+    `seen` is `output token`. The groups have several tokens each, and every token is in one; else empty.
+    """
+    rows = [frozenset(row.nonzero().flatten().tolist()) for row in seen]
+    with_own = [row | {place} for place, row in enumerate(rows)]
+    for size in sorted({len(row) for row in rows} | {len(row) - 1 for row in rows}):
+        groups = []
+        for place, row in enumerate(rows):
+            is_beside = len(row) == size + 1 and row == with_own[place]
+            groups.append(row - {place} if is_beside else row)
+        are_equal = all(len(group) == size for group in groups)
+        if (
+            1 < size < len(rows)
+            and are_equal
+            and len(set(groups)) * size == len(rows) == len(frozenset().union(*groups))
+        ):
+            return groups
+    return []
 
 
 # -- no token has an effect -------------------------------------------------------------------------------------------
@@ -101,7 +152,7 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
         raise NotPossibleError("the weights are so sharp that the changed tokens have none from other queries")
     if not visible:
         visible = list(reach)
-    tokens = " or ".join(map(str, visible))
+    tokens = f"token {visible[0]}" if len(visible) == 1 else f"tokens {spans(visible)}, one by one,"
     # Masks that leave each query only its own key explain it too, and may be intended.
     is_explained_by_masks = all(sight.alone for sight in evidence.sights)
     is_used = _is_used(evidence)
@@ -112,8 +163,7 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
     return Finding(
         "mixing",
         f"No token has an effect on another: {why}.",
-        f"Changing token {tokens} of {evidence.source.names[0]} leaves every other output "
-        "position unchanged, bit for bit.",
+        f"Changing {tokens} of {evidence.source.names[0]} leaves every other output position unchanged, bit for bit.",
         sure=not is_explained_by_masks,
         source=evidence.scores_line,
         fix=fix if is_used else "Return the result of the attention, or add it to what is returned.",

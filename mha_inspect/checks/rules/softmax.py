@@ -18,8 +18,10 @@ from ...naming.pattern import dims_of
 from ...naming.stage_facts import StageFacts
 from ...record.ops import Op
 from ...reports.check import Finding
+from ...text import shortened, spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence
+from ..probe import moved_rows
 from ..registry import rule
 from .masking import is_zero_one
 
@@ -63,7 +65,24 @@ def softmax(evidence: Evidence) -> Iterator[Finding]:
     ```
     """
     yield from lone_softmaxes(evidence)
-    yield from _softmax(evidence)
+    faults = list(_softmax(evidence))
+    yield from faults or _by_other_queries(evidence)
+
+
+@partial(of_each_kind, "")
+def _by_other_queries(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a suspicion if one query changes the weights of another, as `scores / scores.max()` does."""
+    rows = moved_rows(evidence, attention, names)
+    if len(rows.moved) < 2:
+        return
+    yield Finding(
+        "softmax",
+        "The weights of one query depend on the other queries.",
+        f"Changing query {rows.changed} alone changes the weights of queries {shortened(spans(rows.moved), 40)}.",
+        sure=False,
+        source=attention.score_product.op.source,
+        fix="Take the max, mean or norm of scores over the keys alone: dim=-1 of scores with axes query key.",
+    )
 
 
 def _other_sum(divided: Op, lowest: float, highest: float) -> Finding:
