@@ -107,9 +107,15 @@ def _bands(stage: Stage, attention: AttentionReport) -> Bands | None:
         if not order:
             continue
         heads = _head_of_each(names, order, size, sizes)
-        runs = [] if heads is None else [(head, len([*run])) for head, run in groupby(heads)]
-        is_drawable = 0 < len(runs) <= _MOST_BANDS
-        return Bands(of="kv_heads" if order == ["kv_heads"] else "heads", runs=runs) if is_drawable else None
+        if not heads:
+            return None
+        runs = []
+        for head, features in groupby(heads):
+            runs.append((head, len([*features])))
+        if len(runs) > _MOST_BANDS:
+            return None
+        of = "kv_heads" if order == ["kv_heads"] else "heads"
+        return Bands(of=of, runs=runs)
     return None
 
 

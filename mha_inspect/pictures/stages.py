@@ -155,8 +155,11 @@ def sharing_heads(run: NamedRun) -> list[tuple[tuple[int, ...], ...]]:
     """Return for each attention the query heads that use each key head: 0 1 and 2 3; empty if each has its own."""
     is_grouped = any(names.num_kv_heads < names.num_heads for _, names in run.attentions)
     if not is_grouped:
-        return [() for _ in run.attentions]
-    return [tuple(map(tuple, found.serves)) for found in parts_of(run)]
+        return [()] * len(run.attentions)
+    shared = []
+    for found in parts_of(run):
+        shared.append(found.serves)
+    return shared
 
 
 def for_viewer(
