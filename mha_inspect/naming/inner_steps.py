@@ -142,10 +142,11 @@ class InnerStepsReader:
         sight = noted(self._graph, attention)
         if sight is None or not sight.pairs or names.num_windows > 1:
             return None
-        seen = self._seen(attention, names)
-        if seen is None:
+        visible = visibility(self._graph, attention, names)
+        # Heads with windows of their own have no window together.
+        if visible is None or visible.seen is None or not visible.is_alike:
             return None
-        return window_of(filled_slots(self._graph, attention, seen))
+        return window_of(filled_slots(self._graph, attention, visible.seen))
 
 
 def _operand_steps(

@@ -92,6 +92,8 @@ class Visibility:
     blind_heads: tuple[int, ...] | None = None
     """The heads in which every query of `blind` has every key masked out, if it has a key in every other head; empty if
     these are all heads. None if they differ by query, or are unknown."""
+    is_alike: bool = True
+    """Whether all turns of a loop over heads see the same keys; True without a loop."""
 
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
@@ -108,7 +110,9 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
     heads = turns[0].blind_heads
     if len(turns) > 1:
         heads = _blind_heads_of_turns(turns, attention, names)
-    return Visibility(_seen_in_any(turns), tuple(sorted(blind)), heads)
+    whole = _seen_in_any(turns)
+    is_alike = whole is None or all(turn.seen is not None and torch.equal(turn.seen, whole) for turn in turns)
+    return Visibility(whole, tuple(sorted(blind)), heads, is_alike)
 
 
 def _seen_in_any(turns: Iterable[Visibility]) -> Tensor | None:
