@@ -20,14 +20,13 @@ from ..record.arguments import with_copies
 from ..record.ops import Op
 from ..reports.check import Finding
 from ..running.subject import Subject
+from ..running.without_dropout import WithoutDropout
 from ..text import first_line
 from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
-_NEVER_DROPS = 1e-12
-"""A rate of dropout that drops nothing in any dtype, and is no 0: code may ask whether the rate is 0."""
 _SAME_SIZES = "Give a reference with the same names and shapes of parameters"
 
 
@@ -92,14 +91,14 @@ def training(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if train and eval give different outputs although no dropout drops anything."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm uses different statistics in train")
-    with evidence.runner.changed_by(_train_without_dropout):
+    with evidence.runner.changed_by(nn.Module.train), WithoutDropout() as mode:
         output = evidence.output_with({})
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:
             evidence.notes.extend(_of_padded_outputs(evidence, output))
             return
-        if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
-            raise NotPossibleError("train uses a dropout that cannot be set to 0")
+        if mode.has_drawn or evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
+            raise NotPossibleError("the forward draws random numbers in train by other functions than dropout")
     yield _of_modes(evidence, apart)
 
 
@@ -123,9 +122,7 @@ def _of_modes(evidence: Evidence, apart: float) -> Finding:
 
 def _in_training(subject: Subject) -> Subject:
     """Return a copy of a subject in train mode, in which no dropout drops anything."""
-    module = copy.deepcopy(subject.module)
-    _train_without_dropout(module)
-    return replace(subject, module=module, without_ones=None)
+    return replace(subject, module=copy.deepcopy(subject.module).train(), drops=False, without_ones=None)
 
 
 @dataclass(frozen=True)
@@ -166,23 +163,6 @@ def _of_padded_outputs(evidence: Evidence, output: Tensor) -> Iterator[str]:
         yield "Outputs of padded tokens are 0 in eval and not in train; those of real tokens are equal."
     else:
         yield "Outputs of padded tokens differ in train and eval; those of real tokens are equal."
-
-
-def _train_without_dropout(module: nn.Module) -> None:
-    """Put every module into train mode, with each rate of dropout so small that nothing is dropped.
-
-    A rate of 0 stays: code may take another way for it, which training never takes with another rate.
-    """
-    for part in module.modules():
-        part.training = True
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and value and _is_rate(part, name):
-                setattr(part, name, _NEVER_DROPS)
-
-
-def _is_rate(part: nn.Module, name: str) -> bool:
-    """Return whether an attribute is a rate of dropout: `p` of a dropout, or a name like `attn_drop`."""
-    return "drop" in name.lower() or (name == "p" and isinstance(part, nn.modules.dropout._DropoutNd))
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ from ..record.ops import Recording, TensorRef
 from ..record.ranks import local, needs_ranks, wait, wraps
 from ..record.tensors import unshared
 from ..record.xray import XRay
+from .without_dropout import WithoutDropout
 
 _SMALL = 1 << 29
 """Bytes of a run's results up to which a second run is worthwhile to name its axes."""
@@ -175,6 +176,8 @@ class Subject:
     If None, arguments are repeated along their sizes of 1.
     """
 
+    drops: bool = field(default=True, kw_only=True)
+    """Whether dropout drops anything; if not, it returns its input in every run."""
     instead: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True, repr=False)
     """Replacements of parameters during a run, by the ids of the parameters."""
 
@@ -242,6 +245,8 @@ class Subject:
                 for part in self.module.modules():
                     stack.callback(part._parameters.update, dict(part._parameters))
                     self._replace_parameters(part._parameters)
+            if not self.drops:
+                stack.enter_context(WithoutDropout())
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:

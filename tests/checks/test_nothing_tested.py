@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +74,30 @@ def test_a_path_that_training_never_takes_is_no_fault() -> None:
     report = checked(TwoPaths(rate=0.0, scale=1.0))
     assert accused(report) == []
     assert "training" not in skipped(report)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda m, w: F.dropout(w, 0.3, m.training),
+        lambda m, w: torch.dropout(w, 0.3, m.training),
+        lambda m, w: F.alpha_dropout(w, 0.3, m.training),
+    ],
+)
+def test_a_rate_that_no_attribute_holds_drops_nothing(drop: Callable[[Any, Tensor], Tensor]) -> None:
+    report = checked(Right(weigh=lambda m, s: drop(m, s.softmax(-1))))
+    assert report.ok
+    assert "training" not in skipped(report)
+
+
+def test_numbers_that_are_dropped_by_hand_are_unknown() -> None:
+    def by_hand(m: Any, scores: Tensor) -> Tensor:
+        kept = torch.rand(scores.shape) > 0.1
+        return scores.softmax(-1) * kept / 0.9 if m.training else scores.softmax(-1)
+
+    report = checked(Right(weigh=by_hand))
+    assert report.ok
+    assert "training" in skipped(report)
 
 
 # -- rotary ------------------------------------------------------------------------------------------------------------

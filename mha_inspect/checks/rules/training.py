@@ -10,11 +10,11 @@ from ..evidence import Evidence
 from ..registry import rule
 
 
-@rule(runs=True, after=("finite",), of_outputs="with dropout off, train and eval give the same output")
+@rule(runs=True, after=("finite", "repeat"), of_outputs="with dropout off, train and eval give the same output")
 def training(evidence: Evidence) -> Iterator[Finding]:
     """With dropout off, train and eval give the same output.
 
-    The same input is given in train and in eval mode, with dropouts that drop nothing, and the outputs are
+    The same input is given in train and in eval mode, with every dropout an identity, and the outputs are
     compared. If they differ, the evaluated model is not the model that was trained. Here the mask is
     causal in training alone: in eval each token sees later ones, which the model never learned to use.
     The report names the first stage that differs, and the cause if a change of this stage makes both
