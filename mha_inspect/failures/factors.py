@@ -73,7 +73,9 @@ def _heads_first(facts: Facts) -> Iterator[Edit]:
 def _heads_that_meet(facts: Facts) -> set[Operand]:
     """Return the operands whose heads meet heads of another one already: an einsum may have them anywhere."""
     met: set[Operand] = set()
-    for places in meetings(facts).values():
+    for letter, places in meetings(facts).items():
+        if facts.base != "einsum" and not letter.startswith("-"):
+            continue  # keys and values meet in rows too, which are not for heads
         of_heads = [operand for operand, place in places if operand.place(*HEADS) == place]
         if len(of_heads) > 1:
             met.update(of_heads)
@@ -112,7 +114,7 @@ def _in_order(facts: Facts) -> Iterator[Edit]:
     for operand in facts.operands:
         rank = len(operand.shape)
         has_names = not any(name.isdigit() for dim in operand.dims for name in dim)
-        if not operand.part or not has_names or rank > 4:
+        if not operand.part or not has_names or rank > 4 or not _are_different(operand):
             continue
         for order in list(permutations(range(rank)))[1:]:
             change = Change(operand, (_turn(order),))
@@ -121,6 +123,12 @@ def _in_order(facts: Facts) -> Iterator[Edit]:
             what = f"{operand.text}; the call takes it as {written_dims(change.dims)}."
             cost = 2 + sum(place != to for place, to in enumerate(order))
             yield Edit(_cause_of_turn(facts, change), what, (change,), f"use {change.code}", cost=cost)
+
+
+def _are_different(operand: Operand) -> bool:
+    """Return whether each dimension has a name of its own: of `head_dim head_dim` it is unknown which is which."""
+    names = [tuple(dim) for dim in operand.dims]
+    return len(set(names)) == len(names)
 
 
 def _turn(order: Sequence[int]) -> Step:

@@ -28,7 +28,7 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
-_TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
+TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
 LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
 VIEWS = ("view", "reshape", "unflatten")
@@ -192,7 +192,7 @@ class Facts:
             if operand.from_scores or not operand.shape:
                 continue
             # What scales scores is no mask if it is as long as something else.
-            scales = self.base not in _TAKE_MASKS and len(operand.shape) < 2
+            scales = self.base not in TAKE_MASKS and len(operand.shape) < 2
             is_of_pairs = not operand.is_learned or (operand.is_table and len(operand.shape) > 1)
             if is_of_pairs and not scales:
                 return operand, scores[0]
