@@ -257,7 +257,9 @@ def _of_cached_keys(masking: _Masking, what: str) -> Edit:
     if not is_of_positions:
         return Edit("mask_size", what, cost=9)
     last = ("__getitem__", (..., slice(key - query, key), slice(None, key)))
-    way = f"take the rows of the last {query} of {key} positions: {Change(mask, (last,)).code}"
+    way = f"take the rows of the last {query} of {key} positions"
+    if mask.is_code:
+        way = f"{way}: {Change(mask, (last,)).code}"
     return masking.edit("mask_size", what, last, way=way, cost=5)
 
 
@@ -330,7 +332,9 @@ def _cut_to_call(masking: _Masking, what: str) -> Edit:
     if len(masking.mask.shape) == 1:
         index = (slice(None, key),)
     cut = ("__getitem__", index)
-    way = f"cut the mask to the lengths of this call: {Change(masking.mask, (cut,)).code}"
+    way = "cut the mask to the lengths of this call"
+    if masking.mask.is_code:
+        way = f"{way}: {Change(masking.mask, (cut,)).code}"
     return masking.edit("mask_size", what, cut, way=way, cost=5)
 
 
@@ -445,7 +449,7 @@ def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]
 
 
 def _is_torn(operand: Operand) -> bool:
-    """Return whether parts of the axis of the last dimension are in another one too: `(head_dim_1 heads) … head_dim_2`."""
+    """Return whether a part of the axis of the last dimension is in another one: `(head_dim_1 heads) … head_dim_2`."""
     before = {called(name) for dim in operand.dims[:-1] for name in dim if not name.isdigit()}
     return any(called(name) in before for name in operand.dims[-1])
 

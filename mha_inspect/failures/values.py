@@ -268,11 +268,23 @@ def _is_whole(facts: Facts, table: Operand) -> bool:
     return source.numel == table.given.tensor.numel and facts.reached.graph.recording.producer(source) is None
 
 
+def _could_be_longer(facts: Facts, table: Operand, size: int) -> bool:
+    """Return whether a table was cut, or looked up, from one that has room for so many."""
+    if not table.is_table:
+        return False
+    source, op = list(facts.reached.steps_back(table.given.tensor))[-1]
+    if op is not None and op.base_name == "embedding":
+        source = op.inputs[0]
+    return max(source.shape[:-1], default=0) >= size
+
+
 def _with_room(facts: Facts) -> Iterator[Edit]:
     """Yield a cache or a table with more room."""
     for cache, shape, incoming in _rooms(facts):
         place = first_clash(shape, incoming.shape)
         if place is None or shape[place] > incoming.shape[place]:
+            continue
+        if facts.base in BROADCASTS and _could_be_longer(facts, cache, incoming.shape[place]):
             continue
         size = shape[place]
         needs = cache.shape[place] - size + incoming.shape[place]
