@@ -169,15 +169,27 @@ def _without_pack_beside(parts: list[Dim]) -> list[Dim]:
     return parts
 
 
-def in_order(groups: Groups, dims: Sequence[Dim]) -> Groups:
-    """Swap the names if the last two dimensions of an operand contain the batch and not the sequence."""
-    outer = axes_of(dims[:-2])
-    matrix = axes_of(dims[-2:])
-    if outer.isdisjoint(axes_named(groups, "heads")):
-        return groups
-    if outer.isdisjoint(axes_named(groups, "sequence")):
-        return groups
-    if matrix.isdisjoint(axes_named(groups, "batch")):
+def in_order(groups: Groups, factors: Sequence[Sequence[Dim]]) -> Groups:
+    """Swap the names if the last two dimensions of factors contain the batch and not the sequence, and never the other.
+
+    `factors` has the dimensions of each.
+    """
+    orders = [_is_in_order(groups, dims) for dims in factors]
+    if False not in orders or True in orders:
         return groups
     swapped = {"batch": "sequence", "sequence": "batch"}
     return [(swapped.get(name, name), group) for name, group in groups]
+
+
+def _is_in_order(groups: Groups, dims: Sequence[Dim]) -> bool | None:
+    """Return whether the batch stands before the sequence, with the heads; None if not both are found there."""
+    outer = axes_of(dims[:-2])
+    matrix = axes_of(dims[-2:])
+    batch, sequence = axes_named(groups, "batch"), axes_named(groups, "sequence")
+    if outer.isdisjoint(axes_named(groups, "heads")):
+        return None
+    if not outer.isdisjoint(sequence) and not matrix.isdisjoint(batch):
+        return False
+    if not outer.isdisjoint(batch) and not matrix.isdisjoint(sequence):
+        return True
+    return None

@@ -18,6 +18,8 @@ def clash(facts: Facts) -> str:
         return f"{', '.join(devices)}: all tensors of a call must be on one device."
     if facts.mixes_dtypes:
         dtypes = [f"{operand.name} is {operand.dtype}" for operand in facts.operands if _is_factor(operand)]
+        if facts.given("attn_mask") is not None:
+            return f"{', '.join(dtypes)}: a mask must be bool, or of the dtype of the queries."
         return f"{', '.join(dtypes)}: all factors of a product must have one dtype."
     if facts.pair is not None:
         return _of_product(*facts.pair)
@@ -49,7 +51,7 @@ def _is_factor(operand: Operand) -> bool:
     """Return whether the dtype of an operand must be that of the others: numbers, but no bias."""
     if operand.role == "bias":
         return False
-    return operand.role == "input" or operand.given.value.is_floating_point()
+    return operand.role in ("input", "attn_mask") or operand.given.value.is_floating_point()
 
 
 def _of_product(left: Operand, right: Operand) -> str:

@@ -23,6 +23,7 @@ Step = tuple[Any, ...]
 
 SWAP = ("transpose", -2, -1)
 """The step that swaps the last two dimensions."""
+_TURNS = ("transpose", "permute")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ipow__")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """Operands of other classes may belong to several ranks, and a call with them may wait for the others."""
@@ -60,12 +61,28 @@ class Change:
     @property
     def code(self) -> str:
         """How to write it: `mask[:, None]`, `k.transpose(1, 2)`."""
-        if self.operand.is_swapped and list(self.steps) == [SWAP]:
-            return self.operand.variable
+        if self.operand.source and not self.inside and all(name in _TURNS for name, *_ in self.steps):
+            return self._turned
         code = self.operand.variable if self.inside else self.operand.name
         for name, *arguments in self.steps:
             code = _CODES[name](code, *arguments) if name in _CODES else f"{code}.{name}({_listed(arguments)})"
         return code
+
+    @property
+    def _turned(self) -> str:
+        """One transpose of the source of the operand, for its own and those of the steps."""
+        dims = unnamed(self.operand.order)
+        for name, *arguments in self.steps:
+            dims = _MOVES[name](dims, *arguments)
+        order = [int(dim[0]) for dim in dims]
+        moved = [place for place, to in enumerate(order) if place != to]
+        if not moved:
+            return self.operand.source
+        if moved == [len(order) - 2, len(order) - 1]:
+            return f"{self.operand.source}.transpose(-2, -1)"
+        if len(moved) == 2:
+            return f"{self.operand.source}.transpose({_listed(moved)})"
+        return f"{self.operand.source}.permute({_listed(order)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +119,8 @@ class Edit:
         """The clause that says what to write; empty if nothing is known to be right."""
         if self.way or not self.changes:
             return self.way
+        if not all(change.operand.is_code for change in self.changes):
+            return ""
         code = " and ".join(dict.fromkeys(change.code for change in self.changes))
         return f"{code} {self.note}" if self.note else code
 

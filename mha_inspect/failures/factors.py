@@ -53,7 +53,10 @@ def _heads_first(facts: Facts) -> Iterator[Edit]:
     sides = dict.fromkeys("query" if operand.part == "query" else "key" for operand in behind)
     order = f"Heads must come before {' and '.join(sides)}."
     steps = [op for _, op in facts.reached.steps_back(behind[0].given.tensor) if op is not None]
-    if all(_was_right_before(facts, operand) for operand in behind):
+    were_right = all(_was_right_before(facts, operand) for operand in behind)
+    if were_right and not all(_is_undone(facts, operand) for operand in behind):
+        return  # its axes are in another order than that before
+    if were_right:
         where = _at(steps[0].source if steps else "")
         what = f"{subject} transposed back{where}. {order}"
         way = "remove that transpose: the heads already came before the sequence"
@@ -73,7 +76,9 @@ def _heads_first(facts: Facts) -> Iterator[Edit]:
 def _heads_that_meet(facts: Facts) -> set[Operand]:
     """Return the operands whose heads meet heads of another one already: an einsum may have them anywhere."""
     met: set[Operand] = set()
-    for places in meetings(facts).values():
+    for letter, places in meetings(facts).items():
+        if facts.base != "einsum" and not letter.startswith("-"):
+            continue  # keys and values meet in rows too, which are not for heads
         of_heads = [operand for operand, place in places if operand.place(*HEADS) == place]
         if len(of_heads) > 1:
             met.update(of_heads)
@@ -82,6 +87,15 @@ def _heads_that_meet(facts: Facts) -> set[Operand]:
 
 def _at(source: str) -> str:
     return f" ({source})" if source else ""
+
+
+def _is_undone(facts: Facts, operand: Operand) -> bool:
+    """Return whether the step before an operand has its heads and sequence exchanged, and nothing else."""
+    before = [tensor for tensor, _ in facts.reached.steps_back(operand.given.tensor)][1]
+    first, second = operand.shape[1:3]
+    exchanged = (operand.shape[0], second, first, *operand.shape[3:])
+    swapped = (*exchanged[:-2], exchanged[-1], exchanged[-2])
+    return before.shape == exchanged or (operand.is_swapped and before.shape == swapped)
 
 
 def _was_right_before(facts: Facts, operand: Operand) -> bool:
@@ -99,7 +113,7 @@ def _was_right_before(facts: Facts, operand: Operand) -> bool:
 def _key_turned(facts: Facts) -> Iterator[Edit]:
     """Put the features of keys before their positions, where a product needs that; the axes need no names."""
     key = None if facts.pair is None else facts.pair[1]
-    if key is None or key.part != "key" or key.place(*SEQUENCES) != len(key.shape) - 2:
+    if key is None or key.part != "key" or _are_called_otherwise(facts) or key.place(*SEQUENCES) != len(key.shape) - 2:
         return
     before_last, last = key.axis(-2), key.axis(-1)
     what = f"{key.name} ends in {before_last} and {last}; q·kᵀ needs {last} before {before_last}."
@@ -107,12 +121,22 @@ def _key_turned(facts: Facts) -> Iterator[Edit]:
     yield Edit("key_not_transposed", what, (change,), f"multiply by {change.code}")
 
 
+def _are_called_otherwise(facts: Facts) -> bool:
+    """Return whether the user calls the left factor `k` and the right one `q`: neither may be what it is taken for."""
+    if facts.pair is None:
+        return False
+    left, right = facts.pair
+    return left.variable[:1] == "k" and right.variable[:1] == "q"
+
+
 def _in_order(facts: Facts) -> Iterator[Edit]:
     """Put the axes of one operand, which all have names, in any other order with batch and heads first."""
+    if _are_called_otherwise(facts):
+        return
     for operand in facts.operands:
         rank = len(operand.shape)
         has_names = not any(name.isdigit() for dim in operand.dims for name in dim)
-        if not operand.part or not has_names or rank > 4:
+        if not operand.part or not has_names or rank > 4 or not _are_different(operand):
             continue
         for order in list(permutations(range(rank)))[1:]:
             change = Change(operand, (_turn(order),))
@@ -121,6 +145,12 @@ def _in_order(facts: Facts) -> Iterator[Edit]:
             what = f"{operand.text}; the call takes it as {written_dims(change.dims)}."
             cost = 2 + sum(place != to for place, to in enumerate(order))
             yield Edit(_cause_of_turn(facts, change), what, (change,), f"use {change.code}", cost=cost)
+
+
+def _are_different(operand: Operand) -> bool:
+    """Return whether each dimension has a name of its own: of `head_dim head_dim` it is unknown which is which."""
+    names = [tuple(dim) for dim in operand.dims]
+    return len(set(names)) == len(names)
 
 
 def _turn(order: Sequence[int]) -> Step:
@@ -179,13 +209,16 @@ def _of_heads(facts: Facts, clash: Clash) -> Iterator[Edit]:
     """Repeat the heads of keys and values, where query heads may share them."""
     left, right = clash.left, clash.right
     heads, kv_heads = clash.sizes
+    if facts.base != "einsum" and not clash.letter.startswith("-"):
+        return  # rows and columns of a product are no heads
     if _are_folded(left, clash.left_place) and right.dims[clash.right_place][0] == "batch":
         if heads % kv_heads == 0:
             yield from _repeated(facts, clash, heads // kv_heads)
         return
     if not _counts_heads(left, clash.left_place) or not _counts_heads(right, clash.right_place):
         return
-    all_heads = prod(size for place, size in enumerate(left.shape) if _counts_heads(left, place))
+    before_rows = left.shape if facts.base == "einsum" else left.shape[:-2]
+    all_heads = prod(size for place, size in enumerate(before_rows) if _counts_heads(left, place))
     once = _before_repeats(right, clash.right_place)
     if all_heads % kv_heads == 0 and len(left.shape) == len(right.shape) + 1 and facts.base != "einsum":
         yield from _with_group(left, right)

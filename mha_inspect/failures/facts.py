@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import text
 from ..naming.pattern import dims_of
-from ..record.ops import Recording, TensorRef
+from ..record.ops import Op, Recording, TensorRef
 from ..record.ranks import local, piece_of
 from ..record.recorder import Recorder
 from ..reports.trace import FailedOperand
@@ -28,7 +28,7 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
-_TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
+TAKE_MASKS = ("add", "iadd", "sub", "masked_fill", "where")
 LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
 VIEWS = ("view", "reshape", "unflatten")
@@ -53,6 +53,15 @@ class Operand(FailedOperand):
     """Whether a parameter has a part in it."""
     is_swapped: bool
     """Whether it is its variable with the last two dimensions swapped: `k.mT`."""
+    source: str
+    """The source of what it is transposed from: `k` of `k.permute(0, 2, 3, 1)`; empty if unknown."""
+    order: tuple[int, ...]
+    """The dimensions of that source in its own order."""
+
+    @property
+    def is_code(self) -> bool:
+        """Whether its name can be written in code: not one that was shortened, and no number of an operand."""
+        return "…" not in self.name and not self.name.startswith("operand ")
 
     @property
     def is_parameter(self) -> bool:
@@ -145,6 +154,8 @@ class Facts:
     """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
     passed: Mapping[str, Passed] = field(default_factory=dict)
     """The tensors that the line gives that module, by argument."""
+    numbers: frozenset[int] = frozenset()
+    """The whole numbers that the module of the line keeps: of heads, of their features."""
     cut: Mapping[int, int] = field(default_factory=dict)
     """Rows of the weights of the module on this rank to those on all ranks, where they are cut."""
 
@@ -192,7 +203,7 @@ class Facts:
             if operand.from_scores or not operand.shape:
                 continue
             # What scales scores is no mask if it is as long as something else.
-            scales = self.base not in _TAKE_MASKS and len(operand.shape) < 2
+            scales = self.base not in TAKE_MASKS and len(operand.shape) < 2
             is_of_pairs = not operand.is_learned or (operand.is_table and len(operand.shape) > 1)
             if is_of_pairs and not scales:
                 return operand, scores[0]
@@ -232,8 +243,17 @@ class Facts:
         return any(word in self.message for word in words)
 
     @property
+    def fractions_of_view(self) -> tuple[float, ...]:
+        """The sizes of a view that are floats, as those are that a division makes."""
+        if self.base not in VIEWS:
+            return ()
+        return tuple(value for value in self.call.args if isinstance(value, float))
+
+    @property
     def sizes_of_view(self) -> tuple[int, ...]:
         """The requested shape of a view; empty if unknown."""
+        if self.fractions_of_view:
+            return ()
         sizes = tuple(_numbers_in(self.call.args))
         if self.base != "unflatten" or not sizes or not self.operands:
             return sizes
@@ -268,6 +288,7 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         unpacks_shape=re.search(r"\.(shape|size\()", site.line) is not None,
         called=site.called,
         passed=_passed(site, recorder, names),
+        numbers=_numbers_of(site.module),
         cut=_rows_cut(site.module),
     )
 
@@ -327,6 +348,7 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
     name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
     variable = _variable_of(tensor, reached, names)
     op = names.recording.producer(tensor)
+    source_tensor, order = _transposed_from(names, tensor)
     is_swapped = op is not None and op.swaps_last_two and names.variables.get(op.inputs[0].id, "") == variable != ""
     return Operand(
         role=given.role,
@@ -342,7 +364,42 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
         is_table=reached.is_table(tensor),
         is_learned=reached.is_learned(tensor),
         is_swapped=is_swapped,
+        source=names.written(source_tensor),
+        order=order,
     )
+
+
+def _transposed_from(names: _Names, tensor: TensorRef) -> tuple[TensorRef, tuple[int, ...]]:
+    """Return the tensor before the transposes that end in a tensor, and its dimensions in the order of that.
+
+    A tensor that has a name is the last one.
+    """
+    recording = names.recording
+    order = tuple(range(len(tensor.shape)))
+    op = recording.producer(tensor)
+    while op is not None and tensor.id not in names.names:
+        turned = _order_of(op)
+        if not turned:
+            break
+        order = tuple(turned[place] for place in order)
+        tensor = op.inputs[0]
+        op = recording.producer(tensor)
+    return tensor, order
+
+
+def _order_of(op: Op) -> tuple[int, ...]:
+    """Return the dimensions of the input of a transpose in the order of its output; empty for other operations."""
+    rank = len(op.output.shape) if op.outputs else 0
+    if not rank:
+        return ()
+    if op.base_name == "permute":
+        return tuple(place % rank for place in op.args[1])
+    if op.base_name != "transpose":
+        return ()
+    first, second = (place % rank for place in op.args[1:3])
+    order = list(range(rank))
+    order[first], order[second] = second, first
+    return tuple(order)
 
 
 def _stage_of(tensor: TensorRef, reached: Reached) -> str:
@@ -369,6 +426,12 @@ def _passed(site: Site, recorder: Recorder, names: _Names) -> dict[str, Passed]:
         name = names.written(recorder.identify(value))
         passed[argument] = Passed(name or argument, value)
     return passed
+
+
+def _numbers_of(module: object) -> frozenset[int]:
+    """Return the whole numbers among the attributes of a module."""
+    values = getattr(module, "__dict__", {}).values()
+    return frozenset(value for value in values if type(value) is int and value > 1)
 
 
 def _rows_cut(module: object) -> dict[int, int]:

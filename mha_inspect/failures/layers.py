@@ -91,6 +91,8 @@ def _of_padding(facts: Facts, padding: Operand, key: Operand, what: str) -> Iter
     """Yield a mask of keys turned, or made for the keys, which are `batch key` whatever the order of the layer."""
     extent = extent_of(facts, key)
     expected = (extent.batch, extent.length) if extent.batch else (extent.length,)
+    yield from _of_pairs(facts, padding)
+    yield from _of_other_padding(facts, padding, expected)
     is_turned = padding.shape == expected[::-1] != expected
     if is_turned:
         expects = f"{what} {padding.is_shape}; it must be batch key, {text.shape(expected)}, with either batch_first."
@@ -104,6 +106,34 @@ def _of_padding(facts: Facts, padding: Operand, key: Operand, what: str) -> Iter
     of_batch = f"batch {extent.batch} and " if extent.batch else ""
     way = f"build the mask for {of_batch}key {extent.length}"
     yield Edit("mask_size", what, (Change(padding, (("new_zeros", expected),)),), way, cost=5)
+
+
+def _of_pairs(facts: Facts, padding: Operand) -> Iterator[Edit]:
+    """Yield a mask of queries and keys that was given in the place of that of keys, as the fourth argument is."""
+    query, key = facts.given("query"), facts.given("key")
+    if facts.attention is None or query is None or key is None or facts.given("attn_mask") is not None:
+        return
+    of_query, of_key = extent_of(facts, query), extent_of(facts, key)
+    pairs = (of_query.length, of_key.length)
+    if padding.shape not in (pairs, (of_query.batch * facts.attention.num_heads, *pairs)):
+        return
+    what = f"{padding.is_shape}, query key, and was given as key_padding_mask, which is batch key."
+    mask = {"attn_mask": padding.given.value, "key_padding_mask": None}
+    yield Edit("mask_rank", what, way=f"pass attn_mask={padding.name}", kwargs=mask, cost=0)
+
+
+def _of_other_padding(facts: Facts, padding: Operand, expected: tuple[int, ...]) -> Iterator[Edit]:
+    """Yield the mask of keys that the line gives for another sequence, if it alone is of these keys."""
+    fitting = []
+    for argument, passed in facts.passed.items():
+        if argument.endswith("key_padding_mask") and tuple(passed.value.shape) == expected:
+            fitting.append(passed)
+    if len(fitting) != 1 or padding.shape == expected:
+        return
+    other = fitting[0]
+    what = f"{padding.is_shape}; these keys are {text.shape(expected)}, as {other.name} is."
+    mask = {"key_padding_mask": other.value}
+    yield Edit("mask_size", what, way=f"exchange {padding.name} and {other.name}", kwargs=mask, cost=4)
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -126,10 +156,16 @@ def edits_of_features(facts: Facts) -> Iterator[Edit]:
     """Yield the edits of the first input that has other features than its layer takes."""
     for misfit in _taken(facts):
         if misfit.x.shape and misfit.takes and misfit.x.shape[-1] != misfit.takes:
-            if not facts.of_part("key", "value"):
+            if not facts.of_part("key", "value") and not _is_of_weights(facts, misfit.x):
                 yield from _of_layout(facts, misfit)
                 yield from _of_width(facts, misfit)
             return
+
+
+def _is_of_weights(facts: Facts, x: Operand) -> bool:
+    """Return whether an operand is the weights of the attention, or its scores: their keys are no features."""
+    scored = [facts.reached.stages.get(stage) for stage in ("weights", "masked_scores", "scores")]
+    return x.from_scores or any(tensor is not None and tensor.id == x.given.tensor.id for tensor in scored)
 
 
 def _taken(facts: Facts) -> Iterator[_Misfit]:
@@ -183,15 +219,26 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
             what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
             yield Edit("heads_not_joined", what, (Change(x, steps),) if steps else (), note=note)
     if is_norm:
+        if len(x.shape) > 2 and x.shape[1:-1].count(takes) == 1:
+            yield Edit("features_not_last", _features_elsewhere(misfit))
         return
     if weight is not None and facts.pair is not None and weight.shape[-1] == x.shape[-1]:
         what = f"{weight.is_shape}, (out_features, in_features) as in nn.Linear; {x.name} has {x.shape[-1]} features."
         way = f"multiply by {weight.name}.T, or call the layer"
         yield Edit("weight_not_transposed", what, (Change(weight, (("transpose", 0, 1),)),), way)
-    if len(x.shape) > 2 and x.shape[:-1].count(takes) == 1:
-        place = x.shape.index(takes)
-        what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} expects them last."
-        yield Edit("features_not_last", what, (Change(x, (("transpose", place, -1),)),), cost=2)
+    if len(x.shape) > 2 and x.shape[1:-1].count(takes) == 1:
+        place = x.shape.index(takes, 1)
+        # Images have their places behind the features, and heads may have been joined in another order.
+        is_known = len(x.shape) == 3 and len(x.dims[place]) == 1
+        change = Change(x, (("transpose", place, -1),))
+        way = f"use {x.source}" if is_known and change.code == x.source else ""
+        yield Edit("features_not_last", _features_elsewhere(misfit), (change,) if is_known else (), way, cost=2)
+
+
+def _features_elsewhere(misfit: _Misfit) -> str:
+    x, takes = misfit.x, misfit.takes
+    place = x.shape.index(takes, 1)
+    return f"{x.name} has {takes} in dimension {place}; {misfit.name} expects its {takes} features last."
 
 
 def _joined(x: Operand, takes: int) -> Iterator[tuple[int, list[Step], str]]:
@@ -236,6 +283,8 @@ def _of_width(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
     is_norm = _is_norm(facts)
     if is_norm and facts.base != "layer_norm":
         return
+    if takes in x.shape[1:-1]:
+        return  # the features are there, in another dimension
     width = x.shape[-1]
     what = f"{x.name} has {width} features; {misfit.name} expects {takes}."
     if not _keeps_tokens(facts, x):

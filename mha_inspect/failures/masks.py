@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import text
 from .edit import SWAP, Change, Edit, Step
-from .facts import BROADCASTS, HEADS, LOGICAL, Facts, Operand, Shape, first_clash
+from .facts import BROADCASTS, HEADS, LOGICAL, SEQUENCES, TAKE_MASKS, Facts, Operand, Shape, first_clash
 from .layers import extent_of, swapped
-from .padding_masks import as_padding
+from .meeting import called
+from .padding_masks import as_padding, is_of_two
 from .reached import SDPA, behind_of
 
 _WHOLE = slice(None)
@@ -28,6 +32,8 @@ class _Masking:
     """`batch heads query key`, `(batch heads) query key` or `query key`."""
     operand: Operand | None
     """The scores as an operand of the call, which keep their shape; None for a call that makes them itself."""
+    is_added: bool = True
+    """Whether it is added to the scores, or hides some: what multiplies them is a scale."""
 
     @property
     def rows(self) -> int:
@@ -76,7 +82,7 @@ def _masking(facts: Facts) -> _Masking | None:
     """Return the mask of the failing call with the scores that it is for."""
     if facts.mask_and_scores is not None:
         mask, scores = facts.mask_and_scores
-        return _Masking(mask, scores.shape, scores)
+        return _Masking(mask, scores.shape, scores, facts.base in TAKE_MASKS)
     given, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
     if given is None or query is None or key is None:
         return None
@@ -200,29 +206,123 @@ def _sizes(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     rows, columns = masking.rows, masking.columns
     if rows in (1, query) and columns in (1, key):
         return
+    if not _is_mask(masking) or _is_flattened(masking):
+        return
     covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
     expected = f"expected query {query}, key {key} for scores {text.shape(masking.scores)}"
     what = f"{masking.mask.name} covers {covers}; {expected}."
     source = _SourceOfKeys.of(facts)
-    if columns > key and source.has_size(columns) and not source.has_size(key):
+    other = _of_another_input(facts, masking)
+    if facts.attention is not None and rows in (1, columns) and query == key < columns and other:
+        yield Edit("mask_size", f"{what} {other} has {columns}.", cost=9)
+    elif columns > key and source.has_size(columns) and not source.has_size(key):
         # The module has cut, pooled or projected the keys, and the mask is for those before.
         yield Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
     elif query != key and columns == query:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
-        yield _of_keys(masking, what, source.name)
+        yield _of_keys(masking, what, source)
+    elif query < key and source.has_queries and rows > 1:
+        yield _of_cached_keys(masking, what)
     elif columns >= key and (rows in (1, query) or (query == key and rows >= query)):
         yield _cut_to_call(masking, what)
     else:
         yield _made_anew(masking, what)
 
 
-def _of_keys(masking: _Masking, what: str, source: str) -> Edit:
+def _of_keys(masking: _Masking, what: str, source: _SourceOfKeys) -> Edit:
     """Return the edit for a mask whose columns are the queries; only said if the input of the keys is unknown."""
-    if not source:
-        return Edit("mask_size", what, cost=9)
     query, key = masking.scores[-2:]
-    of_keys = f"give a mask of the {key} keys of this product, which come from {source}"
-    return masking.edit("mask_size", what, masking.anew, way=f"{of_keys}: {query} is the number of queries", cost=9)
+    if source.has_queries:
+        way = f"give a mask of all {key} keys: {query} is the number of queries"
+        return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
+    if not source.name:
+        return Edit("mask_size", what, cost=9)
+    of_keys = f"give a mask of the {key} keys of this product, which come from {source.name}"
+    way = f"{of_keys}: {query} is the number of queries"
+    if masking.rows == masking.columns:
+        way = f"{of_keys}, or none: this one is of the {query} queries with themselves"
+    return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
+
+
+def _of_cached_keys(masking: _Masking, what: str) -> Edit:
+    """Return the edit for a causal mask beside keys of which the last are those of the queries.
+
+    A query sees the keys before it, so its row is that of its position among the keys: not one of the first.
+    """
+    mask, (query, key) = masking.mask, masking.scores[-2:]
+    if masking.columns < key:
+        way = f"make {mask.name} for {key} positions or more" if mask.is_table else f"build the mask for all {key} keys"
+        return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
+    is_of_positions = masking.rows == masking.columns and _is_triangular(mask.given.value)
+    if not is_of_positions:
+        return Edit("mask_size", what, cost=9)
+    last = ("__getitem__", (..., slice(key - query, key), slice(None, key)))
+    way = f"take the rows of the last {query} of {key} positions"
+    if mask.is_code:
+        way = f"{way}: {Change(mask, (last,)).code}"
+    return masking.edit("mask_size", what, last, way=way, cost=5)
+
+
+_LOW = -1e3
+"""Numbers below it hide a key when they are added to scores."""
+
+
+def _is_mask(masking: _Masking) -> bool:
+    """Return whether the numbers of a tensor show that it is a mask, or its sizes that it is for pairs of tokens.
+
+    What scales heads, a residual, and a bias of each head are no masks.
+    """
+    mask, operand = masking.mask, masking.operand
+    if operand is not None and any(called(name) == "head_dim" for dim in operand.dims[-2:] for name in dim):
+        return False  # an earlier product is wrong: these are no scores
+    numbers = mask.given.value
+    is_square = len(mask.shape) > 1 and masking.rows == masking.columns
+    if numbers.dtype == torch.bool or is_square:
+        return True
+    if mask.is_table and masking.rows > 1 and mask.is_learned:
+        return False
+    if numbers.is_meta or not numbers.numel():
+        return True
+    return is_of_two(numbers) or bool(numbers.min() < _LOW) or _is_of_keys(masking)
+
+
+def _is_of_keys(masking: _Masking) -> bool:
+    """Return whether a tensor that is added has one row of more than one number: a number for each key."""
+    return masking.rows == 1 and masking.columns > 1 and masking.is_added
+
+
+def _is_flattened(masking: _Masking) -> bool:
+    """Return whether the only dimension of a mask is that of all keys of the batch."""
+    return len(masking.mask.shape) == 1 and masking.columns == masking.scores[0] * masking.scores[-1]
+
+
+def _is_triangular(mask: Tensor) -> bool:
+    """Return whether a mask hides the later keys of each query alone: all that is above its diagonal, and no more."""
+    if mask.is_meta:
+        return False
+    above = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    values = mask.to(torch.float64)
+    hidden, shown = values[..., above], values[..., ~above]
+    if not hidden.numel():
+        return False
+    is_of_one_value = bool((hidden == hidden.flatten()[0]).all()) and bool((shown == shown.flatten()[0]).all())
+    return is_of_one_value and bool(hidden.flatten()[0] != shown.flatten()[0])
+
+
+def _of_another_input(facts: Facts, masking: _Masking) -> str:
+    """Return an input of the forward that the queries are not made of, and that is as long as the mask; or nothing."""
+    query = facts.given("query")
+    if query is None:
+        return ""
+    graph = facts.reached.graph
+    behind = {source.id for source in behind_of(graph, query.given.tensor)}
+    masks = {masking.mask.given.tensor.id}
+    for named in graph.recording.inputs:
+        if named.tensor.id in behind or named.tensor.id in masks or len(named.tensor.shape) < 2:
+            continue
+        if masking.columns in named.tensor.shape[:2] and named.tensor.shape != masking.mask.shape:
+            return named.name
+    return ""
 
 
 def _cut_to_call(masking: _Masking, what: str) -> Edit:
@@ -232,7 +332,9 @@ def _cut_to_call(masking: _Masking, what: str) -> Edit:
     if len(masking.mask.shape) == 1:
         index = (slice(None, key),)
     cut = ("__getitem__", index)
-    way = f"cut the mask to the lengths of this call: {Change(masking.mask, (cut,)).code}"
+    way = "cut the mask to the lengths of this call"
+    if masking.mask.is_code:
+        way = f"{way}: {Change(masking.mask, (cut,)).code}"
     return masking.edit("mask_size", what, cut, way=way, cost=5)
 
 
@@ -242,7 +344,7 @@ def _made_anew(masking: _Masking, what: str) -> Edit:
     way = f"build the mask for query {query} and key {key}"
     if masking.rows < query or masking.columns < key:
         way += ", or pass fewer positions"
-    if mask.is_table:
+    if mask.is_table and masking.columns < key and query == key:
         what = f"{mask.is_shape}, made for {masking.columns} tokens, and this call has {key}."
         longer = f"make {mask.name} for {key} or more and cut it to the call: {mask.name}[..., :{query}, :{key}]"
         way = f"pass at most {masking.columns} tokens, e.g. --seq-len {masking.columns}, or {longer}"
@@ -255,7 +357,9 @@ class _SourceOfKeys:
 
     shapes: tuple[Shape, ...] = ()
     name: str = ""
-    """The only one that the queries do not come from; empty if there are none or several."""
+    """The only one, if the queries do not come from it; else empty."""
+    has_queries: bool = False
+    """Whether the queries come from one of them too, as they do beside a cache of earlier keys."""
 
     def has_size(self, size: int) -> bool:
         """Return whether one of the inputs has a dimension of this size."""
@@ -276,7 +380,9 @@ class _SourceOfKeys:
         inputs = [named for named in graph.recording.inputs if named.tensor.id in behind_key]
         names = [named.name for named in inputs if named.tensor.id not in behind_query]
         shapes = tuple(named.tensor.shape for named in inputs)
-        return cls(shapes, names[0] if len(names) == 1 else "")
+        has_queries = len(names) < len(inputs)
+        is_known = len(names) == 1 and not has_queries
+        return cls(shapes, names[0] if is_known else "", has_queries)
 
 
 # -- other operands ---------------------------------------------------------------------------------------------------
@@ -289,12 +395,19 @@ def _of_two(facts: Facts) -> Iterator[Edit]:
     if len(facts.operands) != 2:
         return
     fewer, more = sorted(facts.operands, key=lambda operand: len(operand.shape))
-    if len(more.shape) > len(fewer.shape):
+    if len(more.shape) > len(fewer.shape) and not _may_be_positions_of_batch(fewer, more):
         for edit in _with_axes(_Masking(fewer, more.shape, more), "lacks_an_axis", 1):
             what = f"{fewer.is_shape}; {more.text} has {len(more.shape)} dimensions: {fewer.name} lacks an axis."
             yield Edit(edit.cause, what, edit.changes, note=edit.note, shape=more.shape)
     yield from _swapped_beside(fewer, more)
     yield from _cut_to_other(facts, fewer, more)
+
+
+def _may_be_positions_of_batch(table: Operand, other: Operand) -> bool:
+    """Return whether the rows of a table would meet dimension 0 of an operand, which may be the batch."""
+    if not table.is_table or len(table.shape) != 2 or other.dims[0][0] in SEQUENCES:
+        return False
+    return len(other.shape) == 3 and table.shape[0] == other.shape[0] != other.shape[1]
 
 
 def _swapped_beside(left: Operand, right: Operand) -> Iterator[Edit]:
@@ -326,9 +439,27 @@ def _cut_to_other(facts: Facts, fewer: Operand, more: Operand) -> Iterator[Edit]
         yield Edit("mask_size", what, (last,), note=of_last, cost=5)
         yield Edit("mask_size", what, (first,), note=f"for the first {wanted}", cost=5)
     elif longer is fewer and place == -1 and longer.dtype != "bool" and not more.from_scores:
+        if _is_torn(more):
+            return  # an earlier line moved a part of the features: the table may be right
         what = f"{what} the table is for {size} features, and not for {wanted}."
-        way = f"make {longer.variable} for {wanted} features, or take {first.code}"
+        way = f"make {longer.variable} for {wanted} features"
+        if _has_equal_halves(first.apply(longer.given.value)):
+            way = f"{way}, or take {first.code}"
         yield Edit("table_size", what, (first,), way, cost=5)
+
+
+def _is_torn(operand: Operand) -> bool:
+    """Return whether a part of the axis of the last dimension is in another one: `(head_dim_1 heads) … head_dim_2`."""
+    before = {called(name) for dim in operand.dims[:-1] for name in dim if not name.isdigit()}
+    return any(called(name) in before for name in operand.dims[-1])
+
+
+def _has_equal_halves(table: Tensor) -> bool:
+    """Return whether a table of angles has each twice, as it has for all features of a head."""
+    if table.shape[-1] % 2:
+        return False
+    first, second = table.chunk(2, -1)
+    return torch.equal(first, second)
 
 
 def _scores_of_heads(facts: Facts) -> Iterator[Edit]:

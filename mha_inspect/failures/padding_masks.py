@@ -23,7 +23,7 @@ def as_padding(facts: Facts, mask: Operand, why: str) -> Iterator[Edit]:
     name, value = passed.name, passed.value
     padding = _padding_argument(facts, argument)
     is_boolean = value.dtype == torch.bool
-    if not is_boolean and not _is_of_two(value):
+    if not is_boolean and not is_of_two(value):
         # Its numbers are added to the scores, as those of the other mask are.
         yield _as_padding(why, f"pass it as {padding}={name}", value)
         return
@@ -63,7 +63,7 @@ def _padding_argument(facts: Facts, mask_argument: str) -> str:
     return of_same_keys if of_same_keys in names else _PADDING
 
 
-def _is_of_two(mask: Tensor) -> bool:
+def is_of_two(mask: Tensor) -> bool:
     """Return whether a mask has only zeros and ones."""
     if mask.is_meta:
         return False

@@ -131,6 +131,11 @@ class Reached:
                 return size_of(heads)
         return size_of(resolve(unknown))
 
+    @property
+    def head_dims(self) -> set[int]:
+        """The numbers of features of the heads that were split."""
+        return {size_of(resolve(group)) for name, group in self.groups if name == "head_dim"}
+
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Return whether this is the scores, possibly scaled or masked; the context does not count."""
         scores = self.stages.get("scores")
@@ -198,7 +203,10 @@ class _Completed:
 
 def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
     """Return the completed stages of the attention that a failing call belongs to."""
+    inputs = _ids_of(run.recording.inputs)
     layers = [given.tensor for given in operands if _is_activation(call.base, given)]
+    if call.base == "linear":
+        layers = [tensor for tensor in layers if tensor.id in inputs and not _has_features_elsewhere(tensor, operands)]
     order = ("sequence", "batch")
     if call.batch_first:
         order = ("batch", "sequence")
@@ -206,6 +214,15 @@ def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
     if _uses_last_context(run, operands):
         return _behind_context(run, groups)
     return _before_context(run, call.base, operands, groups)
+
+
+def _has_features_elsewhere(x: TensorRef, operands: Sequence[Given]) -> bool:
+    """Return whether another dimension than the last has the features that the failing layer takes."""
+    for given in operands:
+        if given.role == "weight":
+            takes = given.tensor.shape[-1]
+            return x.shape[-1] != takes and takes in x.shape[:-1]
+    return False
 
 
 def _uses_last_context(run: Run, operands: Sequence[Given]) -> bool:
@@ -285,6 +302,8 @@ def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Grou
     graph = run.graph
     scoring = _Scoring.of(run)
     parts = _parts(graph, base, operands, scoring.last)
+    if _is_of_features(graph, scoring, groups):
+        scoring, parts = _Scoring(None, None), {}
     factors: dict[str, TensorRef] = {}
     if base == ATTENTION:
         completed = _given_to_layer(operands)
@@ -293,8 +312,7 @@ def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Grou
         completed = _before_product(graph, factors)
     if scoring.product is not None:
         completed = completed.with_scores(graph, scoring.product, scoring.softmax)
-    for factor in factors.values():
-        groups = in_order(groups, graph.dimensions.of(factor))
+    groups = in_order(groups, [graph.dimensions.of(factor) for factor in factors.values()])
     return Reached(
         graph=graph,
         stages=completed.in_order(),
@@ -304,6 +322,15 @@ def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Grou
         roles={tensor.id: role for role, tensor in parts.items()},
         completed=len(run.attentions),
     )
+
+
+def _is_of_features(graph: Graph, scoring: _Scoring, groups: Groups) -> bool:
+    """Return whether a product without a softmax has features in rows and columns: keys and values, and no scores."""
+    if scoring.product is None or scoring.softmax is not None:
+        return False
+    features = axes_named(groups, "head_dim")
+    matrix = graph.dimensions.of(graph.after_call(scoring.product.op))[-2:]
+    return bool(features) and all(not features.isdisjoint(resolve(dim)) for dim in matrix)
 
 
 def _ops_after(run: Run) -> Sequence[Op]:
@@ -436,7 +463,7 @@ def _parts(graph: Graph, base: str, operands: Sequence[Given], scored: Op | None
         return {"query": left.tensor, "key": right.tensor}
     if _is_made_of(graph, left.tensor, scored.output):
         return {"weights": left.tensor, "value": right.tensor}
-    if _is_made_of(graph, right.tensor, scored.output):
+    if scored.does("softmax") and _is_made_of(graph, right.tensor, scored.output):
         return {"weights": right.tensor, "value": left.tensor}
     return {}
 

@@ -14,7 +14,8 @@ from ..record.ops import TensorRef
 from .edit import Change, Edit
 from .factors import with_size
 from .facts import BROADCASTS, Facts, Operand, Shape, first_clash
-from .reached import LAYERS
+from .padding_masks import is_of_two
+from .reached import LAYERS, behind_of
 
 
 def edits_of_dtypes(facts: Facts) -> Iterator[Edit]:
@@ -91,7 +92,7 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
     if odd.role == "attn_mask":
         rule = f"A mask must be boolean (True keeps a key) or {usual} as the queries are (added to the scores)."
         what = f"{odd.name} is {odd.dtype}. {rule}"
-        if odd.has_integers:
+        if odd.has_integers or _says_which(odd):
             yield Edit("mask_dtype", what, (Change(odd, (("bool",),)),), note="if 1 keeps a key")
             yield Edit("mask_dtype", what, (Change(odd, (("eq", 0),)),), note="if 0 does")
         else:
@@ -108,6 +109,12 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
     if all(operand.is_parameter for operand in usual_ones):
         module = [Change(operand, (("to", getattr(torch, odd.dtype)),)) for operand in usual_ones]
         yield Edit("mixed_dtypes", what, module, f"convert the module with .to(torch.{odd.dtype})")
+
+
+def _says_which(mask: Operand) -> bool:
+    """Return whether a mask of floats holds zeros and ones alone: to add them to the scores would mask nothing out."""
+    numbers = mask.given.value
+    return is_of_two(numbers) and bool(numbers.any())
 
 
 def _where_it_became_so(facts: Facts, odd: Operand, usual: str) -> str:
@@ -198,12 +205,22 @@ def _ids_in_range(facts: Facts) -> Iterator[Edit]:
         if first >= 0 and last < size:
             continue
         way = f"use numbers below {size}, or make {table.name} for {last + 1}"
+        if last < size and not _are_ids_of_input(facts, ids):
+            # Distances of positions have a sign: which offset is meant is unknown.
+            yield Edit("index_out_of_range", f"{what}: 0 to {size - 1} are in range.")
+            return
         if last < size:
             way = "replace ids below 0, e.g. by the padding id: .clamp(min=0)"
         elif first < 0:
             way = f"use numbers from 0 to {size - 1}"
         change = Change(ids, (("clamp", 0, size - 1),))
         yield Edit("index_out_of_range", f"{what}: 0 to {size - 1} are in range.", (change,), way, cost=place)
+
+
+def _are_ids_of_input(facts: Facts, ids: Operand) -> bool:
+    """Return whether ids come from an input of the forward, and are not counted by it."""
+    inputs = {named.tensor.id for named in facts.reached.graph.recording.inputs}
+    return any(source.id in inputs for source in behind_of(facts.reached.graph, ids.given.tensor))
 
 
 def _sizes_of_table(facts: Facts, table: Operand) -> list[int]:
@@ -231,6 +248,8 @@ def _positions_turned(facts: Facts) -> Iterator[Edit]:
         or positions < max(tokens, other)
     ):
         return
+    if positions not in (tokens, other) and not _is_whole(facts, table):
+        return  # other positions were chosen: which are meant is unknown
     layout = "position 1 embed" if place == 0 else "1 position embed"
     meets = f"the {positions} positions meet dimension {place} of {x.name}, {x.axis(place)}"
     what = f"{table.name} is {text.shape(table.shape)}, {layout}, and {x.name} is {text.shape(x.shape)}: {meets}."
@@ -243,11 +262,29 @@ def _positions_turned(facts: Facts) -> Iterator[Edit]:
         yield Edit("table_transposed", what, (change,), note=note, shape=x.shape, cost=2)
 
 
+def _is_whole(facts: Facts, table: Operand) -> bool:
+    """Return whether a table is all of a parameter or buffer, perhaps in another shape."""
+    source, _ = list(facts.reached.steps_back(table.given.tensor))[-1]
+    return source.numel == table.given.tensor.numel and facts.reached.graph.recording.producer(source) is None
+
+
+def _could_be_longer(facts: Facts, table: Operand, size: int) -> bool:
+    """Return whether a table was cut, or looked up, from one that has room for so many."""
+    if not table.is_table:
+        return False
+    source, op = list(facts.reached.steps_back(table.given.tensor))[-1]
+    if op is not None and op.base_name == "embedding":
+        source = op.inputs[0]
+    return max(source.shape[:-1], default=0) >= size
+
+
 def _with_room(facts: Facts) -> Iterator[Edit]:
     """Yield a cache or a table with more room."""
     for cache, shape, incoming in _rooms(facts):
         place = first_clash(shape, incoming.shape)
         if place is None or shape[place] > incoming.shape[place]:
+            continue
+        if facts.base in BROADCASTS and _could_be_longer(facts, cache, incoming.shape[place]):
             continue
         size = shape[place]
         needs = cache.shape[place] - size + incoming.shape[place]

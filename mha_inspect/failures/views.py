@@ -11,6 +11,7 @@ from ..running.asserted import divided
 from .edit import Change, Edit
 from .factors import SAME_BATCH, with_size
 from .facts import VIEWS, Facts, Operand, Shape
+from .reached import behind_of
 
 
 def edits_of_views(facts: Facts) -> Iterator[Edit]:
@@ -18,6 +19,8 @@ def edits_of_views(facts: Facts) -> Iterator[Edit]:
     if facts.base not in VIEWS or not facts.operands or not facts.operands[0].shape:
         return
     x, sizes = facts.operands[0], facts.sizes_of_view
+    if facts.fractions_of_view:
+        yield _of_whole_numbers(facts)
     if not sizes:
         return
     if "stride" in facts.message and not x.given.value.is_contiguous():
@@ -27,6 +30,16 @@ def edits_of_views(facts: Facts) -> Iterator[Edit]:
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
         yield from _heads(facts, x, sizes)
     yield from _other_size(facts, x, sizes)
+
+
+def _of_whole_numbers(facts: Facts) -> Edit:
+    """Return the view with whole numbers in the place of those that a division made."""
+    fraction = facts.fractions_of_view[0]
+    what = f"{fraction:g} is a float; the sizes of a view are whole numbers."
+    if fraction != int(fraction):
+        return Edit("view_sizes", what)
+    args = [int(value) if isinstance(value, float) else value for value in facts.call.args]
+    return Edit("view_sizes", what, way="use // in place of / where that size is computed", args=args)
 
 
 def _viewed(facts: Facts, x: Operand, sizes: Shape, cause: str, what: str, way: str, cost: int) -> Edit:
@@ -96,12 +109,38 @@ def _heads(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
         asked = f"{heads}·{head_dim} = {heads * head_dim}" if head_dim > 0 else ""
         yield uneven(width, heads, asked)
     elif heads > 0 and head_dim > 0:
-        needs = heads * head_dim
-        what = f"{heads} heads of {head_dim} need {needs} features; {x.name} has {width}."
+        yield from _other_heads(facts, x, sizes)
+
+
+def _other_heads(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
+    """Yield the heads in which a width is split, where a view asks for others; and a projection for those.
+
+    Which of the three numbers is wrong is shown by the heads that were split before, and by the module's own numbers.
+    """
+    heads, head_dim = sizes[-2:]
+    width, needs = x.shape[-1], heads * head_dim
+    what = f"{heads} heads of {head_dim} need {needs} features; {x.name} has {width}."
+    count, rest = divmod(width, head_dim)
+    before = facts.reached.head_dims
+    of_module = facts.numbers
+    if not rest and not before and {count, head_dim} == {heads, width // heads}:
+        yield Edit("wrong_head_dim", what)  # which of both is the number of heads is unknown
+        return
+    is_shown = not rest and {count, head_dim} <= of_module and not {heads, width // heads} <= of_module
+    if head_dim in before and (rest or count > heads):
+        pass
+    elif head_dim in before:
+        way = f"use {text.plural(count, 'head')} of {head_dim} if query heads share them"
+        yield _viewed(facts, x, (*sizes[:-2], count, head_dim), "wrong_head_dim", what, way, 2)
+    elif is_shown:
+        way = f"use {text.plural(count, 'head')} of {head_dim} (width {width})"
+        yield _viewed(facts, x, (*sizes[:-2], count, head_dim), "wrong_head_dim", what, way, 2)
+        return
+    elif not before or width // heads in before:
         way = f"use head_dim {width // heads} ({heads} heads, width {width})"
         yield _viewed(facts, x, (*sizes[:-1], width // heads), "wrong_head_dim", what, way, 2)
-        change = Change(x, (("new_zeros", with_size(x.shape, -1, needs)),))
-        yield Edit("wrong_head_dim", what, (change,), f"use a projection with out_features {needs}", cost=2)
+    change = Change(x, (("new_zeros", with_size(x.shape, -1, needs)),))
+    yield Edit("wrong_head_dim", what, (change,), f"use a projection with out_features {needs}", cost=2)
 
 
 def uneven(width: int, heads: int, asked: str = "") -> Edit:
@@ -114,8 +153,10 @@ def uneven(width: int, heads: int, asked: str = "") -> Edit:
 
 def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
     """Yield a view with one other size, with which it keeps those of its operand, or splits the last of them in two."""
-    if -1 in sizes or prod(sizes) == prod(x.shape):
+    if -1 in sizes or prod(sizes) == prod(x.shape) or facts.fractions_of_view:
         return
+    if sizes[:-2] == x.shape[:-1]:
+        return  # it splits the last dimension alone: a size would be one of the heads
     for place, size in enumerate(sizes):
         rest = prod(sizes[:place]) * prod(sizes[place + 1 :])
         if not rest or prod(x.shape) % rest:
@@ -124,9 +165,22 @@ def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
         keeps = [number for number in right if number != 1] == [number for number in x.shape if number != 1]
         splits = right[:-2] == x.shape[:-1] != sizes[:-2]
         if keeps or splits:
+            if right == x.shape:
+                return  # a view that changes nothing: what it should make is unknown
             what = f"{x.is_shape}; {text.shape(sizes)} has {size} in the place of {right[place]}."
             if sizes.count(size) > 1:
                 what = f"{x.is_shape}; {text.shape(sizes)} takes {size} twice."
+            if place == 0 and right[0] != 1 and _is_batch_of_another(facts, x, size):
+                yield Edit("view_sizes", what)
+                return
             way = f"use {x.name}.{facts.base}({', '.join(map(str, right))})"
             yield _viewed(facts, x, right, "view_sizes", what, way, 1)
             return
+
+
+def _is_batch_of_another(facts: Facts, x: Operand, size: int) -> bool:
+    """Return whether an input that an operand is not made of has this size first: the batches differ, not the view."""
+    graph = facts.reached.graph
+    behind = {source.id for source in behind_of(graph, x.given.tensor)}
+    others = [named.tensor for named in graph.recording.inputs if named.tensor.id not in behind]
+    return any(other.shape[:1] == (size,) for other in others)

@@ -11,6 +11,7 @@ from ..views import uneven
 
 _UNPACKED = r"values to unpack \(expected (?:at least )?(\d+)"
 _UNEVEN_AXIS = r"can't divide axis of length (\d+) in chunks of (\d+)"
+_EINOPS_SHAPE = r"Input tensor shape: (?:torch\.Size\()?\[[\d, ]*?(\d+)\]"
 _CONVOLVED = {
     "conv1d": "batch channels length",
     "conv2d": "batch channels height width",
@@ -55,8 +56,11 @@ def rank_of_convolution(facts: Facts) -> Edit | None:
 
 
 def pattern_of_einops(facts: Facts) -> Edit | None:
-    """Judge an einops pattern that cannot divide a width evenly."""
+    """Judge an einops pattern that cannot divide a width, the last dimension, evenly."""
     said = re.search(_UNEVEN_AXIS, facts.message)
-    if facts.error != "EinopsError" or said is None:
+    width = re.search(_EINOPS_SHAPE, facts.message)
+    if facts.error != "EinopsError" or said is None or width is None:
         return None
+    if said[1] != width[1]:
+        return None  # the pattern divides another dimension: the sequence, perhaps
     return uneven(int(said[1]), int(said[2]))
