@@ -78,7 +78,7 @@ def check(
         "cache": cache,
         "batch_axis": _batch_axis(target, options) if batch_axis is None else batch_axis,
         "scale": scale,
-        **_meaning(mask),
+        **meaning_of(mask),
     }
     Intent(**declared)
     if padding_side is not None and mask is None:
@@ -136,7 +136,7 @@ def _report(
     from ..call.call import explaining
     from ..checks.check import check as report_of
 
-    loaded = _load(target, options, declared.get("padding"), declared.get("padding_true"))
+    loaded = loaded_for(target, options, declared.get("padding"), declared.get("padding_true"))
     with explaining(loaded):
         return report_of(loaded, Intent(**declared), tick=tick, **chosen)
 
@@ -149,7 +149,7 @@ def _batch_axis(target: str | None, options: Options) -> int | None:
     return 0 if options.batch_first else 1
 
 
-def _meaning(mask: str | None) -> dict[str, str]:
+def meaning_of(mask: str | None) -> dict[str, str]:
     """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
     if mask is None:
         return {}
@@ -164,7 +164,7 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, "padding_true": means}
 
 
-def _load(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
+def loaded_for(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
     """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
     loaded = None
     if target is not None and options.causal:

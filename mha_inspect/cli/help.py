@@ -15,6 +15,7 @@ TOPICS = {
     "inputs": "sizes, shapes, files, and arguments that cannot be guessed",
     "caches": "decoding with a cache: --decode, --cache, --positions",
     "checkpoints": "files of weights: params FILE, --like, diff of two files",
+    "fixes": "fix: a patch of your file that was run, and --write",
     "ranks": "attention sharded over devices: --ranks, and torchrun",
     "pictures": "what each head attends to: --picture, html and png",
     "library": "the same in Python, in notebooks and in pytest",
@@ -154,6 +155,24 @@ SHORT = {
         ),
         ("check my_model.py", "check my_model.py --causal --mask mask=keep", "check hf:gpt2 --cache past_key_values"),
     ),
+    "fix": ShortHelp(
+        "fix TARGET [OPTIONS]",
+        "Print a patch of your file that was run: the problem no longer occurs.",
+        (
+            _TARGET,
+            ("--write", "write the patch; the old file is kept as FILE.orig"),
+            ("--causal", "no token may see a later one"),
+            ("--window N", "each token sees N tokens, its own included"),
+            ("--mask NAME=keep|ignore", "padding mask, and what 1 or True means"),
+            ("--cache NAME", "argument that takes the cache"),
+            ("--scale sqrt_head_dim", "the scores are divided by √head_dim"),
+            _SET,
+            _SHAPE,
+            _EXPORT,
+            _ALL,
+        ),
+        ("fix my_model.py", "fix my_model.py --causal", "fix my_model.py:Attention --write"),
+    ),
     "layers": ShortHelp(
         "layers [NAME] [OPTIONS]",
         "List the built-in attention layers, or the arguments of one for --set.",
@@ -170,6 +189,7 @@ COMMANDS = {
     "compare-heads": "Show what the number of heads changes.",
     "diff": "Show where two layers, modules or checkpoints differ.",
     "check": "Find mistakes: change one thing at a time, and run it again.",
+    "fix": "Print a patch of your file that was run.",
     "layers": "List the built-in attention layers, or the arguments of one.",
     "help": "Show a page of the manual, or the help of a command.",
 }
@@ -192,10 +212,9 @@ Each option of a command is also the variable MHA_INSPECT_<NAME>.
 Examples:
   {PROGRAM} my_model.py
   {PROGRAM} trace --embed-dim 512 --num-heads 2 --seq-len 12
-  {PROGRAM} compare-heads --embed-dim 512 --heads 1,2,8
 
-{PROGRAM} help PAGE: {", ".join([*TOPICS][:5])},
-  {", ".join([*TOPICS][5:])}
+{PROGRAM} help PAGE: {", ".join([*TOPICS][:6])},
+  {", ".join([*TOPICS][6:])}
 """
 
 

@@ -52,7 +52,8 @@ _PASS_ON = tuple(
     for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
 )
 _OWN = tuple(
-    os.path.join(_PACKAGE, room, "") for room in ("record", "compare", "failures", "checks", "checkpoints", "questions")
+    os.path.join(_PACKAGE, room, "")
+    for room in ("record", "compare", "failures", "checks", "checkpoints", "fixes", "questions")
 )
 """Folders of this package whose code only passes calls from the user's code on to torch."""
 ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
@@ -76,15 +77,20 @@ class Place(NamedTuple):
     """Whether it is a torch function that computes attention step by step."""
 
 
-@cache
 def place_of(code: CodeType) -> Place:
     """Return the location of a function's code."""
-    path = code.co_filename
+    place = place_of_file(code.co_filename)
+    return place._replace(written_out=True) if code in _WRITTEN_OUT and place.file else place
+
+
+@cache
+def place_of_file(path: str) -> Place:
+    """Return the location of code in a file. Equal functions of two files are equal codes, so the path is the key."""
     if path.startswith(_OWN) or path.endswith(_PASS_ON):
         return Place("", library=True, written_out=False)
     if path.startswith(_TORCH):
         inside = path.removeprefix(_TORCH).replace(os.sep, "/")
-        return Place(f"torch/{inside}", library=True, written_out=code in _WRITTEN_OUT)
+        return Place(f"torch/{inside}", library=True, written_out=False)
     for root in sorted(sys.path, key=len, reverse=True):
         if root and "packages" in root and path.startswith(root + os.sep):
             path = path[len(root) + 1 :]

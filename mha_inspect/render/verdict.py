@@ -10,6 +10,7 @@ from ..reports.check import CheckReport, Finding
 from ..reports.common import Report
 from ..reports.compare_heads import CompareHeadsReport
 from ..reports.diff import CheckpointDiffReport, DiffReport
+from ..reports.fix import FixReport
 from ..reports.trace import AttentionReport, Failure, Trace
 from .page import Paragraph, Tone
 from .parts import grouped
@@ -57,6 +58,8 @@ def verdict_of(report: Report) -> Paragraph | None:
         return _of_trace(report)
     if isinstance(report, CheckReport):
         return _of_check(report)
+    if isinstance(report, FixReport):
+        return _of_fix(report)
     if isinstance(report, (DiffReport, CheckpointDiffReport)):
         return Paragraph(report.answer[0], _TONE_OF_OUTCOME.get(report.outcome, "warn"))
     if isinstance(report, CompareHeadsReport):
@@ -157,6 +160,15 @@ def _of_check(report: CheckReport) -> Paragraph:
     if not report.passed:
         return Paragraph(f"not judged: {passed}", "warn")
     return Paragraph(f"nothing wrong in {text.plural(report.runs, 'run')}: {passed}", "good")
+
+
+def _of_fix(report: FixReport) -> Paragraph:
+    if not report.problems:
+        return Paragraph("nothing to fix: no check failed", "good")
+    was = text.plural(len(report.problems), "problem")
+    if not report.patch:
+        return Paragraph(f"{was}, no patch: {report.problems[0].sentence}", "bad")
+    return Paragraph(f"was {was}, now none; outputs of the rest unchanged", "good")
 
 
 def _problems(findings: Sequence[Finding]) -> list[_Fault]:

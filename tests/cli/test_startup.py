@@ -113,7 +113,7 @@ def test_nothing_is_imported_of_what_was_not_asked_for(environment):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "check", "layers", "help"}),
+        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "check", "fix", "layers", "help"}),
         ("mha-inspect trace --dtype ", {"float32", "float64", "bfloat16", "float16"}),
         ("mha-inspect diff torch na", {"narrow"}),
     ],

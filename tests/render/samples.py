@@ -17,7 +17,9 @@ from mha_inspect.checkpoints.diff import diff_of_checkpoints
 from mha_inspect.checkpoints.params import params_of_checkpoint
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.reports.common import LayerArgument, LayersReport, ListedLayer, Report
+from mha_inspect.reports.check import Finding
+from mha_inspect.reports.common import Environment, LayerArgument, LayerInfo, LayersReport, ListedLayer, Report
+from mha_inspect.reports.fix import FixReport
 from mha_inspect.reports.trace import DecodeProof, Step, Trace
 from tests.built import trace_module
 
@@ -57,6 +59,24 @@ def heads(*counts: int, **asked: bool | int) -> Report:
     return mha_inspect.compare_heads(counts, embed_dim=12, seq_len=5, batch=2, **asked)
 
 
+FIX = FixReport(
+    environment=Environment(torch.__version__, "cpu", "float32", 0),
+    layer=LayerInfo("Attention", {}),
+    file="attention.py",
+    problems=(
+        Finding(
+            "softmax",
+            "The softmax runs over heads or batch items instead of the keys.",
+            "The weights of a query sum to between 2.25 and 4.25; expected 1.",
+            source="attention.py:20",
+        ),
+    ),
+    patch="--- a/attention.py\n+++ b/attention.py\n@@ -20 +20 @@\n-w = s.softmax(1)\n+w = s.softmax(-1)\n",
+    alternative="",
+    remaining=(),
+    reason="",
+    edits_run=12,
+)
 LAYERS = LayersReport(
     layers=(
         ListedLayer("torch", "one packed projection", "4E² + 4E", "(heads head_dim) -> heads head_dim", "PyTorch", ()),
@@ -87,6 +107,7 @@ _MADE: dict[str, Callable[[], Report]] = {
     "diff-same": lambda: mha_inspect.diff(layer(), layer(), _X, _X, _X),
     "diff-checkpoints": lambda: diff_of_checkpoints(*stored(), num_heads=3),
     "check": lambda: mha_inspect.check(model(), _X, intent=Intent(causal=True)),
+    "fix": lambda: FIX,
     "check-right": lambda: mha_inspect.check(model(), _X),
     "layers": lambda: LAYERS,
 }

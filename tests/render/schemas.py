@@ -29,7 +29,7 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
 """Class and field, to what its type does not say."""
 
 
-JUDGED = ("trace", "check", "diff", "diff-checkpoints", "compare-heads")
+JUDGED = ("trace", "check", "fix", "diff", "diff-checkpoints", "compare-heads")
 """Commands whose pages begin with a verdict."""
 COUNT = {"type": "integer", "minimum": 0}
 SHARED: dict[str, dict[str, Any]] = {

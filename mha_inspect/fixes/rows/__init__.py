@@ -1,0 +1,1 @@
+"""The rows of the grammar, a file for each family of mistakes."""

@@ -1,0 +1,108 @@
+"""A name in the place of another: used twice, exchanged, or of another function."""
+
+from __future__ import annotations
+
+import ast
+
+from ..grammar import RAISES, Ways, row
+from ..source import Source
+from .calls import name_of
+
+
+@row("parameters", "heads", RAISES)
+def name_used_twice(node: ast.AST, source: Source) -> Ways:
+    """Read another tensor of the function.
+
+    lambda q, k, v: q @ k -> lambda q, k, v: q @ v
+    """
+    function = source.function_of(node)
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or function is None:
+        return
+    names: dict[str, None] = {}
+    for part in ast.walk(function):
+        if isinstance(part, ast.arg):
+            names[part.arg] = None
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            names[part.id] = None
+    if node.id not in names:
+        return
+    for name in names:
+        if name not in (node.id, "self", "cls"):
+            yield [source.instead(node, name)]
+
+
+@row("parameters", "reference")
+def attribute_used_twice(node: ast.AST, source: Source) -> Ways:
+    """Call another module of `self`.
+
+    [self.key(x), self.value(x), self.key(x)] -> [self.key(x), self.value(x), self.value(x)]
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return
+    owner = node.func.value
+    if not isinstance(owner, ast.Name):
+        return
+    names: dict[str, None] = {}
+    for part in ast.walk(source.tree):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == owner.id:
+            names[part.attr] = None
+    for name in names:
+        if name != node.func.attr:
+            yield [source.renamed(node.func, name)]
+
+
+@row("parameters")
+def next_of_several(node: ast.AST, source: Source) -> Ways:
+    """Read the next part of a tensor.
+
+    [qkv[0], qkv[1], qkv[1]] -> [qkv[0], qkv[1], qkv[2]]
+    """
+    if not isinstance(node, (ast.Tuple, ast.List)) or len(node.elts) < 2:
+        return
+    for before, after in zip(node.elts, node.elts[1:], strict=False):
+        if source.code(before) == source.code(after) and isinstance(after, ast.Subscript):
+            index = after.slice
+            if isinstance(index, ast.Constant) and type(index.value) is int:
+                yield [source.instead(index, str(index.value + 1))]
+
+
+@row("rotary", "parameters")
+def other_function(node: ast.AST, source: Source) -> Ways:
+    """Call another function of the file.
+
+    lambda q, k: half(q) @ pairs(k) -> lambda q, k: half(q) @ half(k)
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return
+    function = source.function_of(node)
+    called = {part.func.id for part in ast.walk(function or node) if _calls_name(part)}  # type: ignore[attr-defined]
+    for name in sorted(called - {node.func.id}):
+        yield [source.instead(node.func, name)]
+
+
+def _calls_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+@row("inputs")
+def not_in_place(node: ast.AST, source: Source) -> Ways:
+    """Compute a new tensor, and leave the argument as it is.
+
+    x.add_(y) -> x.add(y)
+    x += y -> x = x + y
+    """
+    name = name_of(node)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name.endswith("_"):
+        yield [source.renamed(node.func, name.rstrip("_"))]
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}.get(type(node.op))
+        value = node.value
+        _, start = source.span(node.target)
+        end, _ = source.span(value)
+        if sign is not None and is_plain(value):
+            yield [type(source.after(value, ""))(start, end, f" = {node.target.id} {sign} ")]
+
+
+def is_plain(node: ast.AST) -> bool:
+    """Return whether an expression may be the right side of any operator as it stands."""
+    return isinstance(node, (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant))

@@ -1,0 +1,111 @@
+"""The scale of the scores."""
+
+from __future__ import annotations
+
+import ast
+
+from ..grammar import Ways, row
+from ..source import Source
+from .calls import is_method, is_simple, name_of
+
+_SCALE = ("scale", "reference")
+_PRODUCTS = ("matmul", "bmm", "einsum")
+
+
+@row(*_SCALE)
+def scale_put_in(node: ast.AST, source: Source) -> Ways:
+    """Scale the scores by 1/√head_dim.
+
+    q @ k.mT -> q @ k.mT * q.shape[-1] ** -0.5
+    torch.matmul(q, k.mT) -> torch.matmul(q, k.mT) * q.shape[-1] ** -0.5
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        first: ast.expr = node.left
+    elif name_of(node) in _PRODUCTS and not is_method(node):
+        assert isinstance(node, ast.Call)
+        tensors = [given for given in node.args if not isinstance(given, ast.Constant)]
+        if not tensors:
+            return
+        first = tensors[0]
+    else:
+        return
+    if isinstance(first, ast.Name):
+        yield [source.after(node, f" * {source.code(first)}.shape[-1] ** -0.5")]
+
+
+@row(*_SCALE)
+def scale_taken_out(node: ast.AST, source: Source) -> Ways:
+    """Scale once.
+
+    scores * self.scale -> scores
+    k / math.sqrt(d) -> k
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+        start, _ = source.span(node.right)
+        _, end = source.span(node)
+        _, left = source.span(node.left)
+        if source.content[left:start].strip() in (b"*", b"/"):
+            yield [type(source.after(node, ""))(left, end, "")]
+
+
+@row(*_SCALE)
+def product_or_quotient(node: ast.AST, source: Source) -> Ways:
+    """Divide where it is multiplied, and the other way round.
+
+    scores * math.sqrt(d) -> scores / math.sqrt(d)
+    scores / self.scale -> scores * self.scale
+    """
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Mult, ast.Div)):
+        return
+    _, start = source.span(node.left)
+    end, _ = source.span(node.right)
+    between = source.content[start:end].decode()
+    sign, other = ("*", "/") if isinstance(node.op, ast.Mult) else ("/", "*")
+    if between.count(sign) == 1:
+        yield [type(source.after(node, ""))(start, end, between.replace(sign, other))]
+
+
+@row(*_SCALE)
+def power_of_scale(node: ast.AST, source: Source) -> Ways:
+    """Exchange a root and one over it.
+
+    self.d ** 0.5 -> self.d ** -0.5
+    d ** -0.5 -> d ** 0.5
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        code = source.code(node.right)
+        if code in ("0.5", "-0.5"):
+            yield [source.instead(node.right, "-0.5" if code == "0.5" else "0.5")]
+
+
+@row(*_SCALE)
+def size_under_root(node: ast.AST, source: Source) -> Ways:
+    """Take the root of another size: that of a head.
+
+    [self.head_dim, math.sqrt(self.dim)] -> [self.head_dim, math.sqrt(self.head_dim)]
+    [self.head_dim, self.dim ** -0.5] -> [self.head_dim, self.head_dim ** -0.5]
+    """
+    size = _under_root(node, source)
+    if size is None:
+        return
+    for name in _attributes_of_self(source):
+        if name != source.code(size):
+            yield [source.instead(size, name)]
+
+
+def _under_root(node: ast.AST, source: Source) -> ast.expr | None:
+    if name_of(node) == "sqrt":
+        assert isinstance(node, ast.Call)
+        return node.args[0] if len(node.args) == 1 else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_simple(node.left):
+        return node.left if source.code(node.right) in ("0.5", "-0.5") else None
+    return None
+
+
+def _attributes_of_self(source: Source) -> list[str]:
+    """Return the attributes that the methods of a file read from `self`, each once."""
+    names: dict[str, None] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names[f"self.{node.attr}"] = None
+    return list(names)

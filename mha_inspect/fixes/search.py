@@ -1,0 +1,241 @@
+"""Find the smallest edit of a file with which a problem is gone, and every other answer is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice, product
+
+import torch
+from torch import Tensor
+
+from ..reports.check import CheckReport, Finding
+from .grammar import RAISES, edits
+from .lines import executed_lines, named_line
+from .loading import in_place_of
+from .source import Edit, Source
+from .trial import Judged, Target, judged, made, outputs_of, shapes_of, stages_of, weights_of
+
+SEEDS = (0, 1, 2)
+"""The seeds of weights and inputs with which an edit has to be right: the first is that of the finding."""
+_MOST = 600
+"""The most edits that are run for one problem."""
+_MOST_TOGETHER = 150
+"""The most of them that change two expressions apart from each other."""
+_OF_MASKS = ("causal", "window", "padding", "masking", "softmax", "finite", "heads", "batch", "cache", "mixing", RAISES)
+_MAY_CHANGE = {
+    "scale": ("scale", "reference", RAISES),
+    "who sees whom": (*_OF_MASKS, "training", "reference"),
+    "mask": ("padding", "masking", "softmax", "finite", "batch", RAISES),
+    "rotary by pair": ("rotary", "cache", "reference", RAISES),
+}
+"""Each fact of `check` to the checks whose findings concern it; any other fact stays."""
+_WITHIN_TOKEN = "attended over"
+"""The fact of a module whose heads attend within a token: never a fix."""
+_SAME_OUTPUT = ("cache", "inputs", "training")
+"""Checks whose findings do not concern the output of one plain run in eval mode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """An edit that was run, and what is then wrong."""
+
+    edit: Edit
+    source: Source
+    judged: Judged
+    outputs: list[Tensor]
+    changed_stages: int
+    """The number of stages of the attention with other values than before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The edits that fix one problem: equally small ones, whose outputs are equal."""
+
+    trials: tuple[Trial, ...] = ()
+    rivals: tuple[Trial, ...] = ()
+    """The edits that fix it too, if their outputs differ: which one is meant is not known."""
+    reason: str = ""
+    """Why there is none, as a sentence; empty if there is one."""
+
+
+@dataclass(eq=False)
+class Search:
+    """A search for edits of one source."""
+
+    target: Target
+    source: Source
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    tried: int = 0
+
+    def judge(self, source: Source, seed: int, only: Sequence[str] = ()) -> Judged:
+        """Judge the subject of a source with the weights of the original one."""
+        with in_place_of(self.target.module, source.content):
+            return judged(self.target, seed, self._weights(seed), only)
+
+    def outputs(self, source: Source, seed: int, *, training: bool = False) -> list[Tensor]:
+        """Return the outputs of the subject of a source."""
+        with in_place_of(self.target.module, source.content):
+            return outputs_of(made(self.target, seed, self._weights(seed)), training=training)
+
+    def _weights(self, seed: int) -> dict[str, Tensor]:
+        if seed not in self.weights:
+            with in_place_of(self.target.module, self.source.content):
+                self.weights[seed] = weights_of(self.target, seed)
+        return self.weights[seed]
+
+    def fix(self, before: Judged) -> Found:
+        """Return the smallest edits with which the first problem is gone."""
+        self._weights(SEEDS[0])
+        check, line = _first_problem(before)
+        number = named_line(self.target.module, line, self.source.content.count(b"\n") + 1)
+        passing: list[Trial] = []
+        for edit in islice(self._edits(check, number), _MOST):
+            if passing and edit.cost > passing[0].edit.cost:
+                break
+            trial = self._trial(edit, check, before)
+            if trial is not None:
+                passing.append(trial)
+        return self._decided(passing)
+
+    def _decided(self, passing: list[Trial]) -> Found:
+        """Return the best of the edits that pass, if all that are as good compute the same."""
+        if not passing:
+            return Found(reason=f"No edit fixes it: {self.tried} were run.")
+        least = min(_changes(trial) for trial in passing)
+        best = [trial for trial in passing if _changes(trial) == least]
+        if all(_are_close(best[0].outputs, other.outputs) for other in best):
+            others = [trial for trial in best[1:] if trial.edit.row != best[0].edit.row]
+            return Found((best[0], *others[:1]))
+        return Found(rivals=tuple(best), reason=f"{len(best)} edits fix it, and their outputs differ.")
+
+    def _edits(self, check: str, number: int | None) -> Iterator[Edit]:
+        """Yield edits in the order to try: of the named line, then of the others that run; then several at once."""
+        seen: set[tuple[object, ...]] = set()
+        near_lines = set() if number is None else {number}
+        near = list(edits(self.source, self.source.nodes_on(near_lines), check))
+        lines = self._lines() - near_lines
+        far = list(edits(self.source, self.source.nodes_on(lines), check))
+        for edit in (*near, *(replace(edit, cost=2) for edit in far), *_together([*near, *far])):
+            if edit.replacements not in seen:
+                seen.add(edit.replacements)
+                yield edit
+
+    def _lines(self) -> set[int]:
+        """Return the lines that run when the subject is built and called."""
+        with in_place_of(self.target.module, self.source.content) as module:
+
+            def run() -> None:
+                outputs_of(self.target.make(SEEDS[0]))
+
+            return executed_lines(module, run)
+
+    def _trial(self, edit: Edit, check: str, before: Judged) -> Trial | None:
+        """Run an edit; None if it does not fix the problem, or changes anything else."""
+        self.tried += 1
+        try:
+            source = self.source.edited(edit.replacements)
+            outputs = self.outputs(source, SEEDS[0])
+            if before.failure is None and not self._keeps_output(outputs, check):
+                return None
+            if check != RAISES and self.judge(source, SEEDS[0], [check]).problems:
+                return None
+            after = self.judge(source, SEEDS[0])
+            if not _is_better(before, after, check) or not self._is_right_elsewhere(source, after):
+                return None
+        except (Exception, SystemExit):  # an edited source may raise anything
+            return None
+        return Trial(edit, source, after, outputs, self._changed_stages(source))
+
+    def _changed_stages(self, source: Source) -> int:
+        """Return in how many stages an edited source computes other values."""
+        before, after = self.stages(self.source), self.stages(source)
+        return sum(not _are_close([tensor], [after[name]]) for name, tensor in before.items() if name in after)
+
+    def stages(self, source: Source) -> dict[str, Tensor]:
+        """Return the stages of the attentions of a source, by their name and number; none where its forward raises."""
+        with in_place_of(self.target.module, source.content):
+            return stages_of(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
+
+    def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
+        """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""
+        before = self.outputs(self.source, SEEDS[0])
+        if shapes_of(before) != shapes_of(outputs):
+            return False
+        return check not in _SAME_OUTPUT or _are_close(before, outputs)
+
+    def _is_right_elsewhere(self, source: Source, after: Judged) -> bool:
+        """Return whether it is right with other weights and inputs too, and runs in training mode."""
+        for seed in SEEDS[1:]:
+            other = self.judge(source, seed)
+            if other.failure is not None or other.checks - after.checks:
+                return False
+        training = self.outputs(source, SEEDS[0], training=True)
+        return shapes_of(training) == shapes_of(self.outputs(source, SEEDS[0]))
+
+
+def _changes(trial: Trial) -> tuple[int, int, int]:
+    """Return how much an edit leaves wrong, changes of the stages, and of the source: the least is the best."""
+    return len(trial.judged.problems), trial.changed_stages, len(trial.edit.replacements)
+
+
+def _first_problem(judged: Judged) -> tuple[str, str]:
+    """Return the check that found the first problem, and its line."""
+    if judged.failure is not None:
+        return RAISES, judged.failure.source
+    finding: Finding = judged.problems[0]
+    return finding.check, finding.source
+
+
+def _is_better(before: Judged, after: Judged, check: str) -> bool:
+    """Return whether a problem is gone, no finding is new, what passed passes, and the facts beside it are the same."""
+    if after.report is None or after.failure is not None:
+        return False
+    if any(fact.name == _WITHIN_TOKEN for fact in after.report.facts):
+        return False
+    if before.report is None:
+        return not after.checks and {"heads", "batch"} <= {passed.check for passed in after.report.passed}
+    if check in {finding.check for finding in after.problems} or after.checks - before.checks:
+        return False
+    passed = {passed.check for passed in after.report.passed}
+    if check not in passed or {passed.check for passed in before.report.passed} - passed:
+        return False
+    return _facts_beside(before.report, check) == _facts_beside(after.report, check)
+
+
+def _facts_beside(report: CheckReport, check: str) -> list[str]:
+    """Return the facts that a finding of a check does not concern."""
+    facts = [fact for fact in report.facts if check not in _MAY_CHANGE.get(fact.name, ())]
+    return [f"{fact.name}: {fact.sentence}" for fact in facts]
+
+
+def _together(single: Sequence[Edit]) -> Iterator[Edit]:
+    """Yield edits of several places: those of one row everywhere, and two of them."""
+    by_row: dict[str, list[Edit]] = {}
+    for edit in single:
+        by_row.setdefault(edit.row, []).append(edit)
+    everywhere = []
+    for row, of_row in by_row.items():
+        if len(of_row) > 1:
+            everywhere.append(_joined(row, of_row))
+    yield from everywhere
+    pairs = (_joined(f"{one.row} and {other.row}", (one, other)) for one, other in combinations(single, 2))
+    yield from islice(pairs, _MOST_TOGETHER)
+    mixed = (_joined(f"{all.row} and {one.row}", (all, one)) for all, one in product(everywhere, single))
+    yield from islice(mixed, _MOST_TOGETHER)
+
+
+def _joined(row: str, parts: Iterable[Edit]) -> Edit:
+    replacements = [replacement for edit in parts for replacement in edit.replacements]
+    return Edit(row, tuple(replacements), cost=1 + len(replacements))
+
+
+def _are_close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Return whether tensors are equal up to rounding."""
+    if shapes_of(left) != shapes_of(right):
+        return False
+    for one, other in zip(left, right, strict=True):
+        tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 1e-2
+        if not torch.allclose(one.double(), other.double(), tolerance, tolerance, equal_nan=True):
+            return False
+    return True

@@ -1,0 +1,127 @@
+"""Run and judge a subject from a source that may be edited: in memory, with the weights of the one that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..checks.check import check
+from ..checks.intent import Intent
+from ..errors import ForwardError
+from ..failures.report import forward_error
+from ..layers.spec import Show
+from ..record.arguments import tensors_in
+from ..reports.check import CheckReport, Finding
+from ..reports.trace import Failure
+from ..running.subject import Subject, run_and_record
+
+
+class RejectedError(Exception):
+    """An edited source cannot stand in the place of the file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What is fixed: a module of Python, and how to build a subject from it."""
+
+    module: ModuleType
+    """The module of the file that may be edited."""
+    make: Callable[[int], Subject]
+    """Builds the subject anew with this seed, from the module that stands in `sys.modules`."""
+    intent: Callable[[], Intent] = Intent
+    """The declared behaviour."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """What is wrong with a subject."""
+
+    report: CheckReport | None
+    """The report of `check`; None if the forward raises."""
+    failure: Failure | None = None
+    """Why the forward raises; None if it returns."""
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """The findings that are sure."""
+        return () if self.report is None else tuple(finding for finding in self.report.findings if finding.sure)
+
+    @property
+    def checks(self) -> set[str]:
+        """The names of the checks with a finding, sure or not."""
+        return set() if self.report is None else {finding.check for finding in self.report.findings}
+
+
+def judged(target: Target, seed: int, weights: Mapping[str, Tensor], only: Sequence[str] = ()) -> Judged:
+    """Build and judge the subject with these weights. Raises any error but that of its forward."""
+    subject = made(target, seed, weights)
+    failure = failure_of(subject)
+    if failure is not None:
+        return Judged(None, failure)
+    return Judged(check(subject, target.intent(), only=only))
+
+
+def failure_of(subject: Subject) -> Failure | None:
+    """Return why the forward of a subject raises in eval mode; None if it returns."""
+    with subject.settings(), subject.apart() as fresh, torch.no_grad():
+        fresh.module.eval()
+        before = fresh.state()
+        run = run_and_record(fresh.module, fresh.args, fresh.kwargs)
+        if run.error is None:
+            return None
+        error = forward_error(fresh, run, Show(), before)
+    if isinstance(error, ForwardError):
+        return error.trace.failure
+    raise error
+
+
+def made(target: Target, seed: int, weights: Mapping[str, Tensor]) -> Subject:
+    """Build the subject, with the weights of another one. Raises `RejectedError` if its parameters are others."""
+    subject = target.make(seed)
+    parameters = dict(subject.module.named_parameters())
+    if weights and {name: tensor.shape for name, tensor in weights.items()} != _shapes(parameters):
+        raise RejectedError("its parameters are others")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+    return subject
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def weights_of(target: Target, seed: int) -> dict[str, Tensor]:
+    """Return copies of the parameters of a subject, by name."""
+    module = target.make(seed).module
+    return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+
+
+def outputs_of(subject: Subject, *, training: bool = False) -> list[Tensor]:
+    """Return the tensors of the output of one run, in eval or in training mode. Raises any error of the forward."""
+    with subject.settings(), subject.apart() as fresh, torch.no_grad():
+        fresh.module.train(training)
+        returned = fresh.plain()
+        return [tensor.detach().clone() for _, tensor in tensors_in(returned)]
+
+
+def stages_of(subject: Subject) -> dict[str, Tensor]:
+    """Return the stages of each attention of a run in eval mode: `0 scores`; none if the forward raises."""
+    with subject.settings(), subject.apart() as fresh, torch.no_grad():
+        fresh.module.eval()
+        run = run_and_record(fresh.module, fresh.args, fresh.kwargs, keep=True)
+    tensors: dict[str, Tensor] = {}
+    for number, (attention, _) in enumerate(run.attentions):
+        for name, stage in attention.stages.items():
+            if stage.id in run.recording.values:
+                tensors[f"{number} {name}"] = run.recording.values[stage.id]
+    return tensors
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the shapes of tensors."""
+    return [tuple(tensor.shape) for tensor in tensors]

@@ -1,0 +1,112 @@
+"""Fix the problems of a module one by one, each by an edit of its file that was run."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+
+from ..errors import InputError
+from ..fixes.grammar import RAISES
+from ..fixes.loading import in_place_of
+from ..fixes.search import SEEDS, Found, Search
+from ..fixes.source import Source
+from ..fixes.trial import Judged, Target
+from ..measure.run_report import environment_of, layer_of
+from ..reports.check import Finding
+from ..reports.fix import FixReport
+from ..text import shown
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The report, with the bytes of the file before and after."""
+
+    report: FixReport
+    path: str
+    before: bytes
+    after: bytes
+
+
+def fixed(target: Target) -> Fixed:
+    """Return the problems of a target and a patch of its file. Nothing is written.
+
+    Raises `InputError` if the file is not UTF-8, or if the module has no attention to check.
+    """
+    path = target.module.__file__ or ""
+    source = first = Source(_read(path))
+    weights = Search(target, source).weights
+    search = Search(target, source, weights)
+    before = judged = search.judge(source, SEEDS[0])
+    found, alternative, tried = Found(), "", 0
+    while problems_of(judged):
+        found = search.fix(judged)
+        tried += search.tried
+        if not found.trials:
+            break
+        trial, *others = found.trials
+        if others and source is first:
+            alternative = patch_of(path, first, others[0].source)
+        elif source is not first:
+            alternative = ""
+        source, judged = trial.source, trial.judged
+        search = Search(target, source, weights)
+    reason = found.reason
+    if problems_of(judged) and source is not first:
+        # An edit for one of several problems may be wrong where the others remain.
+        reason = f"An edit fixes a part of the problems, and {len(problems_of(judged))} remain. {reason}"
+        source, judged = first, before
+    with in_place_of(target.module, first.content):
+        subject = target.make(SEEDS[0])
+    report = FixReport(
+        environment=environment_of(subject),
+        layer=layer_of(subject),
+        file=_shown_path(path),
+        problems=problems_of(before),
+        patch=patch_of(path, first, source),
+        alternative="" if source is first else alternative,
+        remaining=problems_of(judged),
+        reason=reason,
+        edits_run=tried,
+    )
+    return Fixed(report, path, first.content, source.content)
+
+
+def problems_of(judged: Judged) -> tuple[Finding, ...]:
+    """Return the sure findings; of a forward that raises, what it raised."""
+    failure = judged.failure
+    if failure is None:
+        return judged.problems
+    sentence = f"The forward raises {failure.error}: {failure.message.partition(chr(10))[0]}"
+    if failure.cause is None:
+        return (Finding(RAISES, sentence, failure.clash, source=failure.source),)
+    return (Finding(RAISES, failure.cause.explanation, sentence, source=failure.source, fix=failure.cause.fix),)
+
+
+def patch_of(path: str, before: Source, after: Source) -> str:
+    """Return the unified diff of a file; empty if nothing is changed."""
+    name = _shown_path(path)
+    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{name}", f"b/{name}", lineterm="")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _lines(source: Source) -> list[str]:
+    return source.content.decode("utf-8-sig").splitlines()
+
+
+def _read(path: str) -> bytes:
+    """Return the bytes of a file. Raises `InputError` if they are not UTF-8."""
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{shown(path)} is not UTF-8, so it is not edited. Convert it to UTF-8 first.") from None
+    return content
+
+
+def _shown_path(path: str) -> str:
+    """Return a path from the current folder where it is in there."""
+    here = os.path.relpath(path)
+    name = path if here.startswith(os.pardir) else here
+    return name.replace(os.sep, "/").lstrip("/")

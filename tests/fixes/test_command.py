@@ -1,0 +1,161 @@
+"""`mha-inspect fix`: a patch that was run, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RIGHT = """import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, d_model=64, num_heads=4):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def heads(self, x):
+        b, n, c = x.shape
+        return x.view(b, n, self.num_heads, -1).transpose(1, 2)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        weights = scores.softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, n, c))
+"""
+WRONG = RIGHT.replace("softmax(-1)", "softmax(1)")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f"attention_{tmp_path.name}.py"
+    path.write_text(WRONG, encoding="utf-8")
+    return path
+
+
+def test_the_patch_is_printed_and_applies(invoke: Callable[..., Any], file: Path) -> None:
+    code, out, err = invoke("fix", file.name)
+    assert (code, err) == (0, "")
+    assert out.startswith("was 1 problem, now none; outputs of the rest unchanged\n")
+    assert file.read_text(encoding="utf-8") == WRONG
+    done = subprocess.run(["git", "apply", "-"], input=out, text=True, cwd=file.parent, check=False)
+    assert done.returncode == 0
+    assert file.read_text(encoding="utf-8") == RIGHT
+
+
+def test_write_keeps_the_old_file(invoke: Callable[..., Any], file: Path) -> None:
+    file.chmod(0o640)
+    (file.parent / f"{file.name}.orig").write_text("of someone", encoding="utf-8")
+    code, out, err = invoke("fix", file.name, "--write")
+    assert code == 0
+    assert "+        weights = scores.softmax(-1)" in out
+    assert f"the old file is {file.name}.orig2" in err
+    assert file.read_text(encoding="utf-8") == RIGHT
+    assert (file.parent / f"{file.name}.orig2").read_text(encoding="utf-8") == WRONG
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert (file.parent / f"{file.name}.orig").read_text(encoding="utf-8") == "of someone"
+
+
+def test_json_has_the_patch(invoke: Callable[..., Any], file: Path) -> None:
+    data = json.loads(invoke("fix", file.name, "--json").out)
+    assert data["patch"].startswith(f"--- a/{file.name}\n+++ b/{file.name}\n@@")
+    assert data["remaining"] == []
+
+
+def test_a_forward_that_raises_is_fixed(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT.replace("k.transpose(-2, -1)", "k"), encoding="utf-8")
+    code, out, _ = invoke("fix", file.name)
+    assert code == 0
+    assert "+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5" in out
+
+
+def test_nothing_wrong_is_nothing_to_fix(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT, encoding="utf-8")
+    code, out, _ = invoke("fix", file.name, "--write")
+    assert (code, out.splitlines()[0]) == (0, "nothing to fix: no check failed")
+    assert not list(file.parent.glob("*.orig"))
+
+
+def test_a_problem_without_a_patch_remains(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT, encoding="utf-8")
+    code, out, _ = invoke("fix", file.name, "--causal", "--write")
+    assert code == 1
+    assert "no patch" in out.splitlines()[0]
+    assert not list(file.parent.glob("*.orig"))
+
+
+def test_a_link_is_refused(invoke: Callable[..., Any], file: Path) -> None:
+    link = file.with_name("link.py")
+    link.symlink_to(file)
+    code, out, err = invoke("fix", "link.py", "--write")
+    assert (code, out) == (3, "")
+    assert "is a link" in err
+    assert file.read_text(encoding="utf-8") == WRONG
+
+
+def test_a_file_elsewhere_is_refused(
+    invoke: Callable[..., Any], file: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    code, out, err = invoke("fix", str(file), "--write")
+    assert (code, out) == (3, "")
+    assert "not under the current folder" in err
+
+
+def test_a_file_that_changed_meanwhile_is_refused(
+    invoke: Callable[..., Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mha_inspect.cli import fix
+
+    def edited_meanwhile(*given: Any) -> None:
+        file.write_text(f"{WRONG}# edited\n", encoding="utf-8")
+
+    monkeypatch.setattr(fix, "print_and_export", edited_meanwhile)
+    code, _, err = invoke("fix", file.name, "--write")
+    assert code == 3
+    assert "changed while the patch was made" in err
+    assert file.read_text(encoding="utf-8").endswith("# edited\n")
+
+
+def test_a_file_that_is_not_utf8_is_refused(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_bytes(f"# coding: latin-1\n# é\n{WRONG}".encode("latin-1"))
+    code, out, err = invoke("fix", file.name)
+    assert (code, out) == (2, "")
+    assert "is not UTF-8" in err
+
+
+@pytest.mark.parametrize("target", ["torch.nn:MultiheadAttention", "hf:bert"])
+def test_an_installed_package_is_not_edited(invoke: Callable[..., Any], target: str) -> None:
+    code, _, err = invoke("fix", target, "--set", "embed_dim=8")
+    assert code == 2
+    assert "nothing is edited" in err
+
+
+def test_without_a_target_it_says_what_to_give(invoke: Callable[..., Any]) -> None:
+    code, _, err = invoke("fix")
+    assert code == 2
+    assert "name a target" in err
+
+
+def test_ctrl_c_leaves_the_file_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mha_inspect.cli.patch_file import write_patched
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_patched(file, WRONG.encode(), RIGHT.encode())
+    assert file.read_text(encoding="utf-8") == WRONG
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
