@@ -15,9 +15,8 @@ from ..text import shown
 from . import subject
 from .app import command
 from .check import INTENT, loaded_for, meaning_of
-from .messages import say
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
-from .output import checked_destination, print_and_export
+from .output import checked_destination, print_and_export, say
 from .patch_file import require_writable, write_patched
 
 if TYPE_CHECKING:
