@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from .readers import Readers, weight_of
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes in which small gradients do not underflow to zero."""
-_MOST_HEADS = 64
-"""The largest number of heads whose gradients are computed."""
 _SHOWN = 4
 """The largest number of parameters to name."""
 
@@ -182,7 +179,7 @@ def _no_part(attention: Attention, op: Op, name: str, sides: Sequence[str], dead
 def gradients_of(evidence: Evidence) -> Gradients:
     """Return the gradient of each projection weight that requires one; None if no gradient arrives.
 
-    Covered are each kind of attention, and the attentions of the first 64 heads. Raises `NotPossibleError` if no
+    Covered is the first attention of each kind: a NaN of a later layer reaches it. Raises `NotPossibleError` if no
     gradient can be computed.
     """
     names = _projection_weights(evidence)
@@ -205,22 +202,13 @@ def gradients_of(evidence: Evidence) -> Gradients:
 
 def _projection_weights(evidence: Evidence) -> set[str]:
     """Return the names of the weights of the projections whose gradients are computed."""
-    attentions = _first_attentions(evidence)
-    attentions += [attention for attention, _, _ in evidence.kinds]
     names = set()
-    for attention in attentions:
+    for attention, _, _ in evidence.kinds:
         for op in attention.projections.values():
             weight = weight_of(evidence, op)
             if weight is not None:
                 names.add(weight.name)
     return names
-
-
-def _first_attentions(evidence: Evidence) -> list[Attention]:
-    """Return the first attentions with at most `_MOST_HEADS` heads together."""
-    attentions = evidence.run.attentions
-    heads = accumulate(names.num_heads for _, names in attentions)
-    return [attention for (attention, _), number in zip(attentions, heads, strict=True) if number <= _MOST_HEADS]
 
 
 @dataclass(frozen=True)
