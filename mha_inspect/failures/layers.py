@@ -133,7 +133,13 @@ def _of_other_padding(facts: Facts, padding: Operand, expected: tuple[int, ...])
     other = fitting[0]
     what = f"{padding.is_shape}; these keys are {text.shape(expected)}, as {other.name} is."
     mask = {"key_padding_mask": other.value}
-    yield Edit("mask_size", what, way=f"exchange {padding.name} and {other.name}", kwargs=mask, cost=4)
+    yield Edit(
+        "mask_size",
+        what,
+        way=f"use {other.name} for these keys, and {padding.name} for the others",
+        kwargs=mask,
+        cost=4,
+    )
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -232,7 +238,10 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         is_known = len(x.shape) == 3 and len(x.dims[place]) == 1
         change = Change(x, (("transpose", place, -1),))
         way = f"use {x.source}" if is_known and change.code == x.source else ""
-        yield Edit("features_not_last", _features_elsewhere(misfit), (change,) if is_known else (), way, cost=2)
+        what = _features_elsewhere(misfit)
+        if is_known:
+            what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} expects them last."
+        yield Edit("features_not_last", what, (change,) if is_known else (), way, cost=2)
 
 
 def _features_elsewhere(misfit: _Misfit) -> str:
@@ -287,7 +296,7 @@ def _of_width(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         return  # the features are there, in another dimension
     width = x.shape[-1]
     what = f"{x.name} has {width} features; {misfit.name} expects {takes}."
-    if not _keeps_tokens(facts, x):
+    if not _keeps_tokens(facts, x) or (len(x.shape) > 2 and x.shape[0] == takes):
         # After a wrong view or a forgotten step, the width is not what is wrong.
         yield Edit("wrong_width", what, cost=9)
         return
