@@ -25,7 +25,7 @@ SWAP = ("transpose", -2, -1)
 """The step that swaps the last two dimensions."""
 _TURNS = ("transpose", "permute")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ipow__")
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """Operands of other classes may belong to several ranks, and a call with them may wait for the others."""
 
 
@@ -232,7 +232,7 @@ def runs(call: Call, edit: Edit) -> bool:
         return False
     args = call.args if edit.args is None else edit.args
     tensors = _tensors((args, dict(call.kwargs)))
-    if any(type(tensor) not in _PLAIN for tensor in tensors):
+    if any(type(tensor) not in PLAIN for tensor in tensors):
         return False
     devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
     try:

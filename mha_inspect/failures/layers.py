@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -76,6 +76,11 @@ def edits_of_sequences(facts: Facts) -> Iterator[Edit]:
     elif of_query.batch != of_key.batch and of_query.length == of_key.length:
         what = f"{what} They agree in the other dimension."
         yield Edit("batch_and_sequence_swapped", what, swapped(facts), way)
+    yield from _of_clashes(facts, padding, reading)
+
+
+def _of_clashes(facts: Facts, padding: Operand | None, reading: str) -> Iterator[Edit]:
+    """Yield keys and values of one sequence, and one batch, where those of a layer differ."""
     for clash in clashes(facts):
         if {clash.left.role, clash.right.role} == {"key", "value"}:
             key, value = clash.left, clash.right
@@ -215,15 +220,10 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
     x, takes, weight = misfit.x, misfit.takes, misfit.weight
     is_norm = _is_norm(facts)
     for place, steps, note in _joined(x, takes):
-        heads, head_dim = x.shape[place], takes // x.shape[place]
         if is_norm:
-            yield from _norm_of_heads(facts, misfit, heads, steps)
+            yield from _norm_of_heads(facts, misfit, x.shape[place], steps)
         elif facts.attention is None:
-            what = f"{x.name} still has {heads} heads of {head_dim}"
-            if x.place(*HEADS) is None:
-                what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}"
-            what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
-            yield Edit("heads_not_joined", what, (Change(x, steps),) if steps else (), note=note)
+            yield _with_heads_joined(misfit, x.shape[place], steps, note)
     if is_norm:
         if len(x.shape) > 2 and x.shape[1:-1].count(takes) == 1:
             yield Edit("features_not_last", _features_elsewhere(misfit))
@@ -242,6 +242,17 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         if is_known:
             what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} expects them last."
         yield Edit("features_not_last", what, (change,) if is_known else (), way, cost=2)
+
+
+def _with_heads_joined(misfit: _Misfit, heads: int, steps: Sequence[Step], note: str) -> Edit:
+    x, takes = misfit.x, misfit.takes
+    head_dim = takes // heads
+    what = f"{x.name} still has {heads} heads of {head_dim}"
+    if x.place(*HEADS) is None:
+        what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}"
+    what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
+    changes = (Change(x, steps),) if steps else ()
+    return Edit("heads_not_joined", what, changes, note=note)
 
 
 def _features_elsewhere(misfit: _Misfit) -> str:
