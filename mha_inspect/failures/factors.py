@@ -339,6 +339,9 @@ def _other_heads(clash: Clash, heads: int, once: int) -> Edit:
     if heads % kv_heads == 0:
         way = f"split the {heads} query heads into {kv_heads} groups of {heads // kv_heads}"
         return Edit("heads_differ", f"{what}.", way=way)
+    if right.size("head_dim") == heads:
+        what = f"{what}, of {heads} features: the heads and their features are exchanged."
+        return Edit("heads_differ", what, way=f"split {right.variable} into {heads} heads of {kv_heads}")
     what += f". {heads} is no multiple of {kv_heads}, so query heads cannot share key heads."
     return Edit("heads_differ", what, way=f"use {heads} key heads, or a number that divides {heads}")
 

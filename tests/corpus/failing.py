@@ -1043,6 +1043,12 @@ def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q @ k.permute(0, 2, 3, 1)
 
 
+@kind("heads and their features, exchanged", "heads_differ", fix=("3 heads of 8",), never=("multiple",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = m.o(x).view(2, 7, 8, 3).transpose(1, 2)
+    return (q @ k.mT).softmax(-1) @ v
+
+
 class FourthArgument(nn.Module):
     """Its attention is given a mask of pairs in the place of that of keys."""
 

@@ -103,6 +103,7 @@ DIFFERING = {
     "batch_differs": {"batch"},
     "lengths_differ": {"key"},
     "head_dim_differs": {"head_dim"},
+    "heads_differ": {"head_dim"},
     "wrong_width": {"embed"},
     "wrong_head_dim": {"query", "key"},
 }
