@@ -237,9 +237,7 @@ def runs(call: Call, edit: Edit) -> bool:
     devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
     try:
         with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-            replaced = {
-                id(change.operand.given.value): change.apply(change.operand.given.value) for change in edit.changes
-            }
+            replaced = _changed(edit.changes)
             if _changes_operands(call):
                 replaced = {id(tensor): replaced.get(id(tensor), tensor).clone() for tensor in tensors}
             kept = dict(call.kwargs) if edit.args is None else {}
