@@ -25,7 +25,7 @@ SWAP = ("transpose", -2, -1)
 """The step that swaps the last two dimensions."""
 _TURNS = ("transpose", "permute")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ipow__")
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """Operands of other classes may belong to several ranks, and a call with them may wait for the others."""
 
 
@@ -232,14 +232,12 @@ def runs(call: Call, edit: Edit) -> bool:
         return False
     args = call.args if edit.args is None else edit.args
     tensors = _tensors((args, dict(call.kwargs)))
-    if any(type(tensor) not in _PLAIN for tensor in tensors):
+    if any(type(tensor) not in PLAIN for tensor in tensors):
         return False
     devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
     try:
         with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-            replaced = {
-                id(change.operand.given.value): change.apply(change.operand.given.value) for change in edit.changes
-            }
+            replaced = _changed(edit.changes)
             if _changes_operands(call):
                 replaced = {id(tensor): replaced.get(id(tensor), tensor).clone() for tensor in tensors}
             kept = dict(call.kwargs) if edit.args is None else {}

@@ -48,29 +48,33 @@ def _heads_first(facts: Facts) -> Iterator[Edit]:
     behind = [operand for operand in facts.factors if operand.heads_are_behind and operand not in met]
     if not behind:
         return
-    names = list(dict.fromkeys(operand.variable for operand in behind))
-    subject = f"{' and '.join(names)} {'was' if len(behind) == 1 else 'were'}"
-    sides = dict.fromkeys("query" if operand.part == "query" else "key" for operand in behind)
-    order = f"Heads must come before {' and '.join(sides)}."
-    steps = [op for _, op in facts.reached.steps_back(behind[0].given.tensor) if op is not None]
     were_right = all(_was_right_before(facts, operand) for operand in behind)
     if were_right and not all(_is_undone(facts, operand) for operand in behind):
         return  # its axes are in another order than that before
-    if were_right:
-        where = _at(steps[0].source if steps else "")
-        what = f"{subject} transposed back{where}. {order}"
-        way = "remove that transpose: the heads already came before the sequence"
-    else:
-        split = next((op for op in steps if len(op.output.shape) > len(op.inputs[0].shape)), None)
-        where = _at("" if split is None else split.source)
-        what = f"{subject} split but not transposed{where}. {order}"
-        written = text.listed([f"{name}.transpose(1, 2)" for name in names])
-        way = f"use {written} after the view that splits the heads"
+    what, way = _said_of_heads(facts, behind, were_right)
     changes = []
     for operand in behind:
         rows_are_features = operand.place(*HEADS) == len(operand.shape) - 1
         changes.append(Change(operand, (("transpose", 1, 2),), inside=rows_are_features))
     yield Edit("heads_not_transposed", what, changes, way, cost=2)
+
+
+def _said_of_heads(facts: Facts, behind: Sequence[Operand], were_right: bool) -> tuple[str, str]:
+    """Return what is wrong with operands that have the heads behind, and what to write."""
+    names = list(dict.fromkeys(operand.variable for operand in behind))
+    subject = f"{' and '.join(names)} {'was' if len(behind) == 1 else 'were'}"
+    sides = dict.fromkeys("query" if operand.part == "query" else "key" for operand in behind)
+    order = f"Heads must come before {' and '.join(sides)}."
+    steps = [op for _, op in facts.reached.steps_back(behind[0].given.tensor) if op is not None]
+    if were_right:
+        where = _at(steps[0].source if steps else "")
+        way = "remove that transpose: the heads already came before the sequence"
+        return f"{subject} transposed back{where}. {order}", way
+    split = next((op for op in steps if len(op.output.shape) > len(op.inputs[0].shape)), None)
+    where = _at("" if split is None else split.source)
+    written = text.listed([f"{name}.transpose(1, 2)" for name in names])
+    way = f"use {written} after the view that splits the heads"
+    return f"{subject} split but not transposed{where}. {order}", way
 
 
 def _heads_that_meet(facts: Facts) -> set[Operand]:
@@ -335,6 +339,9 @@ def _other_heads(clash: Clash, heads: int, once: int) -> Edit:
     if heads % kv_heads == 0:
         way = f"split the {heads} query heads into {kv_heads} groups of {heads // kv_heads}"
         return Edit("heads_differ", f"{what}.", way=way)
+    if right.size("head_dim") == heads:
+        what = f"{what}, of {heads} features: the heads and their features are exchanged."
+        return Edit("heads_differ", what, way=f"split {right.variable} into {heads} heads of {kv_heads}")
     what += f". {heads} is no multiple of {kv_heads}, so query heads cannot share key heads."
     return Edit("heads_differ", what, way=f"use {heads} key heads, or a number that divides {heads}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -76,6 +76,11 @@ def edits_of_sequences(facts: Facts) -> Iterator[Edit]:
     elif of_query.batch != of_key.batch and of_query.length == of_key.length:
         what = f"{what} They agree in the other dimension."
         yield Edit("batch_and_sequence_swapped", what, swapped(facts), way)
+    yield from _of_clashes(facts, padding, reading)
+
+
+def _of_clashes(facts: Facts, padding: Operand | None, reading: str) -> Iterator[Edit]:
+    """Yield keys and values of one sequence, and one batch, where those of a layer differ."""
     for clash in clashes(facts):
         if {clash.left.role, clash.right.role} == {"key", "value"}:
             key, value = clash.left, clash.right
@@ -133,7 +138,13 @@ def _of_other_padding(facts: Facts, padding: Operand, expected: tuple[int, ...])
     other = fitting[0]
     what = f"{padding.is_shape}; these keys are {text.shape(expected)}, as {other.name} is."
     mask = {"key_padding_mask": other.value}
-    yield Edit("mask_size", what, way=f"exchange {padding.name} and {other.name}", kwargs=mask, cost=4)
+    yield Edit(
+        "mask_size",
+        what,
+        way=f"use {other.name} for these keys, and {padding.name} for the others",
+        kwargs=mask,
+        cost=4,
+    )
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -209,15 +220,10 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
     x, takes, weight = misfit.x, misfit.takes, misfit.weight
     is_norm = _is_norm(facts)
     for place, steps, note in _joined(x, takes):
-        heads, head_dim = x.shape[place], takes // x.shape[place]
         if is_norm:
-            yield from _norm_of_heads(facts, misfit, heads, steps)
+            yield from _norm_of_heads(facts, misfit, x.shape[place], steps)
         elif facts.attention is None:
-            what = f"{x.name} still has {heads} heads of {head_dim}"
-            if x.place(*HEADS) is None:
-                what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}"
-            what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
-            yield Edit("heads_not_joined", what, (Change(x, steps),) if steps else (), note=note)
+            yield _with_heads_joined(misfit, x.shape[place], steps, note)
     if is_norm:
         if len(x.shape) > 2 and x.shape[1:-1].count(takes) == 1:
             yield Edit("features_not_last", _features_elsewhere(misfit))
@@ -232,7 +238,21 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         is_known = len(x.shape) == 3 and len(x.dims[place]) == 1
         change = Change(x, (("transpose", place, -1),))
         way = f"use {x.source}" if is_known and change.code == x.source else ""
-        yield Edit("features_not_last", _features_elsewhere(misfit), (change,) if is_known else (), way, cost=2)
+        what = _features_elsewhere(misfit)
+        if is_known:
+            what = f"{x.name} has its {takes} features in dimension {place}; {misfit.name} expects them last."
+        yield Edit("features_not_last", what, (change,) if is_known else (), way, cost=2)
+
+
+def _with_heads_joined(misfit: _Misfit, heads: int, steps: Sequence[Step], note: str) -> Edit:
+    x, takes = misfit.x, misfit.takes
+    head_dim = takes // heads
+    what = f"{x.name} still has {heads} heads of {head_dim}"
+    if x.place(*HEADS) is None:
+        what = f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}"
+    what = f"{what}; {misfit.name} expects them side by side, {heads}·{head_dim} = {takes}."
+    changes = (Change(x, steps),) if steps else ()
+    return Edit("heads_not_joined", what, changes, note=note)
 
 
 def _features_elsewhere(misfit: _Misfit) -> str:
@@ -287,7 +307,7 @@ def _of_width(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         return  # the features are there, in another dimension
     width = x.shape[-1]
     what = f"{x.name} has {width} features; {misfit.name} expects {takes}."
-    if not _keeps_tokens(facts, x):
+    if not _keeps_tokens(facts, x) or (len(x.shape) > 2 and x.shape[0] == takes):
         # After a wrong view or a forgotten step, the width is not what is wrong.
         yield Edit("wrong_width", what, cost=9)
         return

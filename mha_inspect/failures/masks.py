@@ -17,7 +17,7 @@ from .edit import SWAP, Change, Edit, Step
 from .facts import BROADCASTS, HEADS, LOGICAL, SEQUENCES, TAKE_MASKS, Facts, Operand, Shape, first_clash
 from .layers import extent_of, swapped
 from .meeting import called
-from .padding_masks import as_padding, is_of_two
+from .padding_masks import as_padding, is_of_two, is_readable
 from .reached import SDPA, behind_of
 
 _WHOLE = slice(None)
@@ -117,12 +117,20 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
     what = f"{mask.is_shape}, and the scores are {text.shape(scores)}."
     missing = len(scores) - len(shape)
     yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis", missing)
-    if len(scores) == 4 and shape == (first * scores[1], query, key):
+    if len(scores) == 4:
+        yield from _reordered(masking, what)
+
+
+def _reordered(masking: _Masking, what: str) -> Iterator[Edit]:
+    """Yield a mask beside `batch heads query key` whose axes are those of the scores, split or in another order."""
+    shape, scores = masking.mask.shape, masking.scores
+    first, heads, query, key = scores
+    if shape == (first * heads, query, key):
         note = "to give the heads their own dimension"
         yield masking.edit("mask_rank", what, ("view", *scores), cost=1, note=note)
-    if len(scores) == 4 and shape == (query, key, scores[1]):
+    if shape == (query, key, heads):
         yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
-    if len(scores) == 4 and shape == (key, first):
+    if shape == (key, first):
         steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
         cause = "mask_transposed" if first == query else "mask_rank"
         yield masking.edit(cause, what, *steps, cost=2, note="if it is `key batch`" if first == query else "")
@@ -208,25 +216,32 @@ def _sizes(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         return
     if not _is_mask(masking) or _is_flattened(masking):
         return
+    yield _of_other_size(facts, masking)
+
+
+def _of_other_size(facts: Facts, masking: _Masking) -> Edit:
+    """Return the edit of a mask for other numbers of queries or keys."""
+    query, key = masking.scores[-2:]
+    rows, columns = masking.rows, masking.columns
     covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
     expected = f"expected query {query}, key {key} for scores {text.shape(masking.scores)}"
     what = f"{masking.mask.name} covers {covers}; {expected}."
     source = _SourceOfKeys.of(facts)
     other = _of_another_input(facts, masking)
-    if facts.attention is not None and rows in (1, columns) and query == key < columns and other:
-        yield Edit("mask_size", f"{what} {other} has {columns}.", cost=9)
-    elif columns > key and source.has_size(columns) and not source.has_size(key):
+    if other and query == key < columns:
+        return Edit("mask_size", f"{what} {other} has {columns}.", cost=9)
+    if columns > key and source.has_size(columns) and not source.has_size(key):
         # The module has cut, pooled or projected the keys, and the mask is for those before.
-        yield Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
-    elif query != key and columns == query:
+        return Edit("mask_size", f"{what} The keys come from an input of {columns}.", cost=9)
+    if query != key and columns == query:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
-        yield _of_keys(masking, what, source)
-    elif query < key and source.has_queries and rows > 1:
-        yield _of_cached_keys(masking, what)
-    elif columns >= key and (rows in (1, query) or (query == key and rows >= query)):
-        yield _cut_to_call(masking, what)
-    else:
-        yield _made_anew(masking, what)
+        return _of_keys(masking, what, source)
+    if query < key and source.has_queries and rows > 1:
+        return _of_cached_keys(masking, what)
+    has_rows = rows in (1, query) or (query == key and rows >= query)
+    if has_rows and columns >= key:
+        return _cut_to_call(masking, what)
+    return _made_anew(masking, what)
 
 
 def _of_keys(masking: _Masking, what: str, source: _SourceOfKeys) -> Edit:
@@ -281,7 +296,7 @@ def _is_mask(masking: _Masking) -> bool:
         return True
     if mask.is_table and masking.rows > 1 and mask.is_learned:
         return False
-    if numbers.is_meta or not numbers.numel():
+    if not is_readable(numbers) or not numbers.numel():
         return True
     return is_of_two(numbers) or bool(numbers.min() < _LOW) or _is_of_keys(masking)
 
@@ -298,10 +313,10 @@ def _is_flattened(masking: _Masking) -> bool:
 
 def _is_triangular(mask: Tensor) -> bool:
     """Return whether a mask hides the later keys of each query alone: all that is above its diagonal, and no more."""
-    if mask.is_meta:
+    if not is_readable(mask):
         return False
     above = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    values = mask.to(torch.float64)
+    values = mask.to(torch.float32)
     hidden, shown = values[..., above], values[..., ~above]
     if not hidden.numel():
         return False
@@ -312,7 +327,7 @@ def _is_triangular(mask: Tensor) -> bool:
 def _of_another_input(facts: Facts, masking: _Masking) -> str:
     """Return an input of the forward that the queries are not made of, and that is as long as the mask; or nothing."""
     query = facts.given("query")
-    if query is None:
+    if query is None or facts.attention is None or masking.rows not in (1, masking.columns):
         return ""
     graph = facts.reached.graph
     behind = {source.id for source in behind_of(graph, query.given.tensor)}
@@ -456,7 +471,7 @@ def _is_torn(operand: Operand) -> bool:
 
 def _has_equal_halves(table: Tensor) -> bool:
     """Return whether a table of angles has each twice, as it has for all features of a head."""
-    if table.shape[-1] % 2:
+    if table.shape[-1] % 2 or not is_readable(table):
         return False
     first, second = table.chunk(2, -1)
     return torch.equal(first, second)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .edit import Edit
+from .edit import PLAIN, Edit
 from .facts import Facts, Operand, Passed
 
 _PADDING = "key_padding_mask"
@@ -65,6 +65,11 @@ def _padding_argument(facts: Facts, mask_argument: str) -> str:
 
 def is_of_two(mask: Tensor) -> bool:
     """Return whether a mask has only zeros and ones."""
-    if mask.is_meta:
+    if not is_readable(mask):
         return False
     return bool(((mask == 0) | (mask == 1)).all())
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers to read here: not on the meta device, and not on several ranks."""
+    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_complex()

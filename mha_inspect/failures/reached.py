@@ -325,12 +325,15 @@ def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Grou
 
 
 def _is_of_features(graph: Graph, scoring: _Scoring, groups: Groups) -> bool:
-    """Return whether a product without a softmax has features in rows and columns: keys and values, and no scores."""
-    if scoring.product is None or scoring.softmax is not None:
-        return False
+    """Return whether a softmax is over queries or keys themselves, or a product is of keys and values: no scores."""
     features = axes_named(groups, "head_dim")
+    if scoring.softmax is not None:
+        matrix = graph.dimensions.of(scoring.softmax.output)[-2:]
+        return any(not features.isdisjoint(resolve(dim)) for dim in matrix)
+    if scoring.product is None or not features:
+        return False
     matrix = graph.dimensions.of(graph.after_call(scoring.product.op))[-2:]
-    return bool(features) and all(not features.isdisjoint(resolve(dim)) for dim in matrix)
+    return all(not features.isdisjoint(resolve(dim)) for dim in matrix)
 
 
 def _ops_after(run: Run) -> Sequence[Op]:

@@ -112,7 +112,7 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
 
 
 def _says_which(mask: Operand) -> bool:
-    """Return whether a mask of floats holds zeros and ones alone: to add them to the scores would mask nothing out."""
+    """Return whether a mask of floats has zeros and ones alone: to add them to the scores would mask nothing out."""
     numbers = mask.given.value
     return is_of_two(numbers) and bool(numbers.any())
 

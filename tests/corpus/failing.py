@@ -32,6 +32,8 @@ class Failing:
     """Code, names and numbers that the printed fix has to have."""
     without_fix: bool = False
     """Whether nothing that is printed there would be right."""
+    never: tuple[str, ...] = ()
+    """What the clash, the cause and its fix must not say."""
     mended: Callable[[], nn.Module] | None = None
     """Make the module with the fix, which runs on the same arguments."""
     argument: str = ""
@@ -917,3 +919,186 @@ add(
         completed=("query", "key", "q_heads", "k_heads"),
     )
 )
+
+
+# -- what is only said, and what is never said -------------------------------------------------------------------------
+
+
+class Kinds(nn.Module):
+    """Queries, keys and values in heads, a buffer of pairs and a table of positions; the code is one mistake."""
+
+    def __init__(self, code: Callable[[Any, Tensor, Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.code, self.heads, self.head_dim = code, 3, 8
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.o, self.norm = nn.Linear(24, 24), nn.LayerNorm(24)
+        self.scale = nn.Parameter(torch.ones(3, 1))
+        self.register_buffer("pairs", torch.ones(32, 32).tril())
+        self.register_buffer("positions", torch.randn(32, 24))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (layer(x).unflatten(-1, (3, 8)).transpose(1, 2) for layer in self.layers)
+        return self.code(self, x, q, k, v)
+
+
+def kind(name: str, cause: str = "", **facts: Any) -> Callable[[Any], None]:
+    def decorate(code: Any) -> None:
+        if "right" in facts:
+            facts["mended"] = partial(Kinds, facts.pop("right"))
+        add(Failing(f"kind: {name}", partial(Kinds, code), lambda: (X,), cause=cause, **facts))
+
+    return decorate
+
+
+def _cached(m: Any, q: Tensor, k: Tensor, rows: slice) -> Tensor:
+    k = torch.cat([k.detach()[:, :, :4], k], dim=2)
+    return (q @ k.mT).masked_fill(m.pairs[rows, : k.shape[2]] == 0, float("-inf"))
+
+
+@kind(
+    "a causal buffer beside cached keys",
+    "mask_size",
+    fix=("[..., 4:11, :11]",),
+    never=("tokens", "seq-len"),
+    right=lambda m, x, q, k, v: _cached(m, q, k, slice(4, 11)),
+)
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _cached(m, q, k, slice(0, 11))
+
+
+@kind("a width of heads that is a float", "view_sizes", fix=("//",), never=("view(2, 7, 24)",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return m.o(x).view(2, 7, 3, 24 / 3)
+
+
+@kind("all features for each head", "wrong_head_dim", fix=("head",), never=("view(2, 7, 1, 24)",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return m.o(x).view(2, 7, 3, 24)
+
+
+@kind("zeros and ones as floats", "mask_dtype", clash=("mask",), fix=("bool() if 1 keeps",), never=("to(torch",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = m.pairs[:7, :7].double()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@kind("a scale of each head", without_fix=True, never=("tokens", "build the mask"))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT) * m.scale
+
+
+@kind("heads behind the tokens in a kernel with a mask", "heads_not_transposed", never=("covers",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    mask = m.pairs[:7, :7].bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@kind("positions of the batch", without_fix=True, never=("[:, None]", "room for"))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return x + m.positions[: x.shape[0]]
+
+
+@kind("keys before queries", without_fix=True, never=("q.transpose",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (k @ q).softmax(-1) @ v
+
+
+@kind("keys and values before queries", without_fix=True, never=("q.transpose",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    context = k.softmax(-2).mT @ v
+    return context @ q.softmax(-1)
+
+
+@kind("a norm of features that are not last", "features_not_last", without_fix=True, never=("layer for 7",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return m.norm(x.transpose(1, 2))
+
+
+@kind("heads joined in another order", "features_not_last", without_fix=True)
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    y = ((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).reshape(2, 24, 7)
+    return m.o(y)
+
+
+@kind("weights as features", without_fix=True, never=("in_features", "embed"))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = (q @ k.mT).softmax(-1)
+    return m.o(weights)
+
+
+@kind("tokens in the place of heads", without_fix=True, never=("heads in 3 dimensions",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v[:, :, :2]
+
+
+@kind(
+    "keys that were turned too far",
+    "key_not_transposed",
+    fix=("Use k.transpose(-2, -1)",),
+    never=("Remove",),
+    right=lambda m, x, q, k, v: q @ k.transpose(-2, -1),
+)
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ k.permute(0, 2, 3, 1)
+
+
+@kind("heads and their features, exchanged", "heads_differ", fix=("3 heads of 8",), never=("multiple",))
+def _(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = m.o(x).view(2, 7, 8, 3).transpose(1, 2)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+class FourthArgument(nn.Module):
+    """Its attention is given a mask of pairs in the place of that of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(24, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        return self.attn(x, x, x, mask)[0]
+
+
+add(
+    Failing(
+        "kind: a mask as the fourth argument",
+        FourthArgument,
+        lambda: (X,),
+        cause="mask_rank",
+        fix=("attn_mask=mask",),
+        never=("Build the mask",),
+    )
+)
+
+
+class Swapped(nn.Module):
+    """Its decoder is given memory and target in the place of each other, or the masks of their keys."""
+
+    def __init__(self, *, masks: bool) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 3, 32, batch_first=True), 1)
+        self.masks = masks
+
+    def forward(self, x: Tensor, memory: Tensor) -> Any:
+        if self.masks:
+            first, second = (torch.zeros(2, length, dtype=torch.bool) for length in (7, 11))
+            return self.decoder(x, memory, tgt_key_padding_mask=second, memory_key_padding_mask=first)
+        mask = torch.ones(11, 11, dtype=torch.bool).triu(1)
+        return self.decoder(x, memory, tgt_mask=mask)
+
+
+for _masks, _facts in (
+    (True, {"fix": ("first for these keys",), "never": ("Build the mask",)}),
+    (False, {"without_fix": True, "never": ("Cut the mask",)}),
+):
+    add(
+        Failing(
+            f"kind: {'masks of keys' if _masks else 'memory and target'}, swapped",
+            partial(Swapped, masks=_masks),
+            lambda: (X, MEMORY),
+            cause="mask_size",
+            **_facts,
+        )
+    )

@@ -74,6 +74,15 @@ def test_a_fix_mends_it(name: str) -> None:
         case.mended()(*case.given(), **case.masks())
 
 
+@pytest.mark.parametrize("name", [name for name, case in FAILING.items() if case.never])
+def test_what_is_false_is_never_said(name: str) -> None:
+    case, failure = FAILING[name], failure_of(name)
+    said = failure.clash
+    if failure.cause is not None:
+        said = f"{said} {failure.cause.explanation} {failure.cause.fix}"
+    assert [part for part in case.never if part.lower() in said.lower()] == []
+
+
 @pytest.mark.parametrize("name", [name for name, case in FAILING.items() if case.argument])
 def test_printed_code_for_a_mask_runs_and_masks_what_was_meant(name: str) -> None:
     case, failure = FAILING[name], failure_of(name)
@@ -94,6 +103,7 @@ DIFFERING = {
     "batch_differs": {"batch"},
     "lengths_differ": {"key"},
     "head_dim_differs": {"head_dim"},
+    "heads_differ": {"head_dim"},
     "wrong_width": {"embed"},
     "wrong_head_dim": {"query", "key"},
 }
