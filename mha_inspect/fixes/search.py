@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reports.check import CheckReport, Finding
+from ..reports.trace import Failure
 from .grammar import RAISES, edits
 from .lines import executed_lines, named_line
 from .loading import in_place_of
@@ -26,12 +27,20 @@ _OF_MASKS = ("causal", "window", "padding", "masking", "softmax", "finite", "hea
 _MAY_CHANGE = {
     "scale": ("scale", "reference", RAISES),
     "who sees whom": (*_OF_MASKS, "training", "reference"),
-    "mask": ("padding", "masking", "softmax", "finite", "batch", RAISES),
+    "mask": ("padding", "masking", "softmax", RAISES),
     "rotary by pair": ("rotary", "cache", "reference", RAISES),
 }
 """Each fact of `check` to the checks whose findings concern it; any other fact stays."""
+_OF_EVERY_ATTENTION = {"heads", "softmax", "batch"}
+"""The checks that an edit for a forward that raises has to pass: nothing else shows what was meant."""
+_SUSPECTED_ANYWAY = {"parameters", "scale"}
+"""Checks that may suspect what an edit of operands does not concern."""
+_MAY_BE_SKIPPED = {"repeat": {"training"}}
+"""Checks that passed and may be skipped after a fix: a function that drops in training alone cannot be switched off."""
 _WITHIN_TOKEN = "attended over"
 """The fact of a module whose heads attend within a token: never a fix."""
+_OF_SEVERAL_PLACES = ("heads", "batch", "mixing", RAISES)
+"""Checks whose findings may need an edit of several places: where heads are split, and where they are merged."""
 _SAME_OUTPUT = ("cache", "inputs", "training")
 """Checks whose findings do not concern the output of one plain run in eval mode."""
 
@@ -116,7 +125,8 @@ class Search:
         near = list(edits(self.source, self.source.nodes_on(near_lines), check))
         lines = self._lines() - near_lines
         far = list(edits(self.source, self.source.nodes_on(lines), check))
-        for edit in (*near, *(replace(edit, cost=2) for edit in far), *_together([*near, *far])):
+        together = _together([*near, *far]) if check in _OF_SEVERAL_PLACES else iter(())
+        for edit in (*near, *(replace(edit, cost=2) for edit in far), *together):
             if edit.replacements not in seen:
                 seen.add(edit.replacements)
                 yield edit
@@ -138,6 +148,8 @@ class Search:
             outputs = self.outputs(source, SEEDS[0])
             if before.failure is None and not self._keeps_output(outputs, check):
                 return None
+            if before.failure is not None and not self._keeps_sizes(source, before.failure):
+                return None
             if check != RAISES and self.judge(source, SEEDS[0], [check]).problems:
                 return None
             after = self.judge(source, SEEDS[0])
@@ -157,9 +169,16 @@ class Search:
         with in_place_of(self.target.module, source.content):
             return stages_of(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
 
+    def _keeps_sizes(self, source: Source, failure: Failure) -> bool:
+        """Return whether the stages that were computed before a failure have the same sizes, in any order."""
+        sizes = {name.partition(" ")[2]: sorted(tensor.shape) for name, tensor in self.stages(source).items()}
+        return all(sizes.get(stage.name, sorted(stage.shape)) == sorted(stage.shape) for stage in failure.completed)
+
     def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
         """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""
         before = self.outputs(self.source, SEEDS[0])
+        if check == "cache":  # what is kept for the next call may change
+            before, outputs = before[:1], outputs[:1]
         if shapes_of(before) != shapes_of(outputs):
             return False
         return check not in _SAME_OUTPUT or _are_close(before, outputs)
@@ -194,19 +213,22 @@ def _is_better(before: Judged, after: Judged, check: str) -> bool:
     if any(fact.name == _WITHIN_TOKEN for fact in after.report.facts):
         return False
     if before.report is None:
-        return not after.checks and {"heads", "batch"} <= {passed.check for passed in after.report.passed}
+        has_passed = {passed.check for passed in after.report.passed}
+        suspected = after.checks - _SUSPECTED_ANYWAY
+        return not after.problems and not suspected and has_passed >= _OF_EVERY_ATTENTION
     if check in {finding.check for finding in after.problems} or after.checks - before.checks:
         return False
     passed = {passed.check for passed in after.report.passed}
-    if check not in passed or {passed.check for passed in before.report.passed} - passed:
+    lost = {passed.check for passed in before.report.passed} - passed
+    if check not in passed or lost - _MAY_BE_SKIPPED.get(check, set()):
         return False
-    return _facts_beside(before.report, check) == _facts_beside(after.report, check)
+    return _facts_beside(before.report, check) <= _facts_beside(after.report, check)
 
 
-def _facts_beside(report: CheckReport, check: str) -> list[str]:
+def _facts_beside(report: CheckReport, check: str) -> set[str]:
     """Return the facts that a finding of a check does not concern."""
     facts = [fact for fact in report.facts if check not in _MAY_CHANGE.get(fact.name, ())]
-    return [f"{fact.name}: {fact.sentence}" for fact in facts]
+    return {f"{fact.name}: {fact.sentence}" for fact in facts if fact.name != _WITHIN_TOKEN}
 
 
 def _together(single: Sequence[Edit]) -> Iterator[Edit]:

@@ -110,6 +110,11 @@ class Source:
         """Return the innermost function with a parameter that an expression is in; None outside of any."""
         return self._functions.get(node)
 
+    def is_of_constructor(self, node: ast.AST) -> bool:
+        """Return whether an expression is in `__init__`, where other names make another module."""
+        function = self.function_of(node)
+        return isinstance(function, ast.FunctionDef) and function.name == "__init__"
+
     @cached_property
     def _functions(self) -> dict[ast.AST, Function]:
         functions: dict[ast.AST, Function] = {}

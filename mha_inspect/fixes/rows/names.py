@@ -16,7 +16,12 @@ def name_used_twice(node: ast.AST, source: Source) -> Ways:
     lambda q, k, v: q @ k -> lambda q, k, v: q @ v
     """
     function = source.function_of(node)
-    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or function is None:
+    if (
+        not isinstance(node, ast.Name)
+        or not isinstance(node.ctx, ast.Load)
+        or function is None
+        or source.is_of_constructor(node)
+    ):
         return
     names: dict[str, None] = {}
     for part in ast.walk(function):
@@ -72,7 +77,7 @@ def other_function(node: ast.AST, source: Source) -> Ways:
 
     lambda q, k: half(q) @ pairs(k) -> lambda q, k: half(q) @ half(k)
     """
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or source.is_of_constructor(node):
         return
     function = source.function_of(node)
     called = {part.func.id for part in ast.walk(function or node) if _calls_name(part)}  # type: ignore[attr-defined]
@@ -106,3 +111,26 @@ def not_in_place(node: ast.AST, source: Source) -> Ways:
 def is_plain(node: ast.AST) -> bool:
     """Return whether an expression may be the right side of any operator as it stands."""
     return isinstance(node, (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant))
+
+
+@row("rotary", "cache", "grouped")
+def without_function(node: ast.AST, source: Source) -> Ways:
+    """Pass a tensor on as it is.
+
+    [q, rope(v, places)] -> [q, v]
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or source.is_of_constructor(node):
+        return
+    if node.args and is_plain(node.args[0]) and not isinstance(node.args[0], ast.Starred):
+        yield [source.instead(node, source.code(node.args[0]))]
+
+
+@row("batch", "padding", "heads")
+def each_of_its_own(node: ast.AST, source: Source) -> Ways:
+    """Give each batch item its own numbers, not those of another one.
+
+    memory[:1].expand_as(memory) -> memory
+    k.mean(0, keepdim=True).expand_as(k) -> k
+    """
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "expand_as":
+        yield [source.instead(node, source.code(node.args[0]))]
