@@ -128,6 +128,8 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
     returned = [tensor for _, tensor in tensors_in(evidence.run.returned)]
     if not all(_is_dense(tensor) for tensor in (*returned, *evidence.values.values()) if isinstance(tensor, Tensor)):
         return  # each item may have a length of its own
+    if _has_state_of_items(evidence, source):
+        return
     equal = {}
     for name, value in evidence.values.items():
         if isinstance(value, Tensor) and value.dim() > source.batch and value.shape[source.batch] == source.rows:
@@ -147,6 +149,19 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
         fix="Cut and add tables of positions along the tokens: pe[:x.size(0)] is cut along the batch.",
         confirm="--batch-axis 0 or 1",
     )
+
+
+def _has_state_of_items(evidence: Evidence, source: Source) -> bool:
+    """Return whether the run reads a tensor with an entry for each item that is no argument, e.g. a cache."""
+    recording = evidence.run.recording
+    given = {named.tensor.id for named in recording.inputs}
+    for op in recording.ops:
+        for tensor in op.inputs:
+            if tensor.id in given or recording.producer(tensor) is not None or len(tensor.shape) < 3:
+                continue
+            if tensor.shape[source.batch or 0] == source.rows:
+                return True
+    return False
 
 
 def _is_dense(tensor: Tensor) -> bool:
