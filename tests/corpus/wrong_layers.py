@@ -441,6 +441,63 @@ CASES += [
 ]
 
 
+# -- reshaped maps ----------------------------------------------------------------------------------------------------
+
+
+class OfFrames(Right):
+    """Each frame of a video, `batch channel time pixel`, attends to its own pixels."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, times, pixels = x.shape
+        frames = x.transpose(1, 2) if self.turned else x
+        made = super().forward(frames.reshape(batch * times, channels, pixels).mT)
+        return made.mT.reshape(batch, times, channels, pixels).transpose(1, 2)
+
+
+class ToAMap(Right):
+    """Each pixel of a map is a token; returns the map of the contexts, with heads and features for channels."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+
+    def join(self, x: Tensor) -> Tensor:
+        sizes = (*x.shape[:2], D, 2, -1)
+        return x.mT.reshape(sizes) if self.turned else x.reshape(sizes)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.o(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 2)
+
+
+CASES += [
+    Case(
+        "FramesByView",
+        "reshape",
+        partial(OfFrames, turned=False),
+        partial(OfFrames, turned=True),
+        inputs=lambda: {"x": torch.randn(B, E, 5, 7)},
+        suspected=True,
+        in_trace=True,
+    ),
+    Case(
+        "MapByView",
+        "reshape",
+        partial(ToAMap, turned=False),
+        partial(ToAMap, turned=True),
+        inputs=tokens(B, 14),
+        suspected=True,
+        in_trace=True,
+    ),
+]
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
