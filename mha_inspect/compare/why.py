@@ -40,6 +40,8 @@ from .shared_weights import unreadable
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query with every key masked out has no defined result."""
 _INPUTS = frozenset({"query", "key", "value"})
+OF_WEIGHTS = frozenset({"q_proj", "k_proj", "v_proj", "output"})
+"""Stages that a matrix alone makes: an adapter beside it is added to them."""
 _MOST = 48
 """The most stages to put into a run."""
 
@@ -50,6 +52,11 @@ def _of_form(pair: Pair, difference: Difference) -> Why | None:
 
 REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, _of_form, linear, position)
 """Asked in this order about a stage that differs."""
+
+
+def why_merged(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
+    """Return why two sides differ of which one has the adapters of the other in its weights."""
+    return _facts(_Search(left, right, where, leaving_out=OF_WEIGHTS).searched())
 
 
 def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
@@ -65,7 +72,7 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
     return _facts(_Search(left, right, where).searched())
 
 
-def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
+def first_difference(rows: Sequence[ComparedStage], leaving_out: frozenset[str] = frozenset()) -> ComparedStage | None:
     """Return the first stage that differs, and not in form alone; None if none does."""
     by_place: dict[int, dict[str, ComparedStage]] = {}
     for row in rows:
@@ -74,7 +81,7 @@ def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
         verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
         same = {name for name, verdict in verdicts.items() if verdict == "same"}
         for name in _effective(same.__contains__):
-            if verdicts.get(name) == "differs":
+            if verdicts.get(name) == "differs" and name not in leaving_out:
                 return stages[name]
     return None
 
@@ -169,6 +176,8 @@ class _Search:
     left: ComparableRun
     right: ComparableRun
     where: Where
+    leaving_out: frozenset[str] = frozenset()
+    """Stages that differ in form alone."""
 
     def searched(self) -> _Trial:
         """Return the left run with each stage of the right that differs, up to the first without a reason."""
@@ -179,6 +188,8 @@ class _Search:
             pair = pair_of(self.left, self.right, place, self.where)
             at = replace(pair, left=replace(pair.left, changed=trial.computed))
             for stage in _effective(partial(_is_same_in, at)):
+                if stage in self.leaving_out:
+                    continue
                 trial = self._after(trial, pair, place, stage)
                 if trial.end:
                     return trial

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..forms.order import places_in
+from ..merged import product_of
 from ..pair import Difference, Pair, Side, Why, are_near
 from ..replay import LostError, again, content_of
 from .made_of import MADE_OF
@@ -160,6 +161,11 @@ def _of_low_rank(ours: _Map, theirs: _Map, difference: Difference) -> Why | None
     if not 0 < rank <= min(left.shape) // 4:
         return None
     where, stage = difference.where, difference.stage
+    more = left - right
+    product = product_of(more.T, difference.parameters.named, _NEAR * float(more.abs().max()))
+    if product is not None:
+        sentence = f"The weights of {stage} {where.left} are those {where.right} with {product.words} added."
+        return Why("low rank", sentence)
     for called, other, matrix in ((where.left, where.right, right), (where.right, where.left, left)):
         for name, _ in _named(difference.parameters.of_dimensions(2), matrix):
             return Why(
