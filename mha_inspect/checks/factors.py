@@ -237,10 +237,6 @@ class Factor:
         by_group = by_row.reshape(-1, by_row.shape[-1])
         return {(group, row) for group, row in by_group.nonzero().tolist()}
 
-    def changes(self, token: tuple[int, ...], target: TensorRef) -> bool:
-        """Return whether a tensor changes with a token."""
-        return bool(self._changed(token, target).any())
-
     def _changed(self, token: tuple[int, ...], target: TensorRef, start: int = 0, stop: int | None = None) -> Tensor:
         """Return which elements of a tensor change when features of a token change, or its heads if they are apart."""
         content = content_of(self.evidence, self.source)

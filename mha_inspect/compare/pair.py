@@ -9,7 +9,7 @@ A reason is asked about one stage that differs. It counts only if it explains al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -327,6 +327,29 @@ class Difference:
     def theirs(self) -> Tensor:
         """The right in float64."""
         return self.right.detach().double()
+
+    @property
+    def is_none(self) -> bool:
+        """Whether both have the same shape and are equal but for rounding."""
+        return are_near(self.left, self.right, self.near)
+
+    def of_both(self, part: Callable[[Tensor], Tensor]) -> Difference:
+        """Return the difference of a part of both."""
+        return replace(self, left=part(self.left), right=part(self.right))
+
+    def among(self, marks: Tensor) -> Difference:
+        """Return the difference where a tensor is True; elsewhere both are 0."""
+        unmarked = ~marks.to(self.left.device)
+        marked = self.of_both(lambda tensor: tensor.masked_fill(unmarked, 0.0))
+        # The numbers that a mask writes are larger than all others.
+        return replace(marked, near=min(self.near, tolerance(marked.left)))
+
+    def first_unlike(self, axis: int) -> int:
+        """Return the first position along an axis at which both differ."""
+        for position in range(self.left.shape[axis]):
+            if not are_near(self.left.select(axis, position), self.right.select(axis, position), self.near):
+                return position
+        return 0
 
     @cached_property
     def is_finite(self) -> bool:

@@ -15,11 +15,11 @@ def bias(pair: CallPair) -> Why | None:
     masked, scores = pair.of_rows("masked_scores"), pair.of_rows("scores")
     if masked is None or scores is None:
         return None
-    attended = pair.seen_in_both[:, None].expand_as(masked.whole).to(masked.whole.device)
-    seen_in_both = masked.where(attended)
-    if seen_in_both.are_near:
+    attended = pair.seen_in_both[:, None].expand_as(masked.left).to(masked.left.device)
+    seen_in_both = masked.among(attended)
+    if seen_in_both.is_none:
         return None
-    ours, theirs = masked.whole - scores.whole, masked.call - scores.call
+    ours, theirs = masked.left - scores.left, masked.right - scores.right
     apart = (theirs - ours).abs().masked_fill(~attended, 0.0)
     differs = (apart > seen_in_both.near).any(3).any(1).any(0).nonzero().flatten().tolist()
     if not differs:
@@ -41,7 +41,7 @@ def bias(pair: CallPair) -> Why | None:
 
 def _position_of(pair: CallPair, added: Tensor) -> int | None:
     """Return the only position of the one call whose bias is this, `batch heads row`; None if not exactly one."""
-    masked, scores, weights = (pair.whole.stage(stage) for stage in ("masked_scores", "scores", "weights"))
+    masked, scores, weights = (pair.left.stage(stage) for stage in ("masked_scores", "scores", "weights"))
     if masked is None or scores is None or weights is None:
         return None
     tokens = pair.tokens[pair.filled]

@@ -26,13 +26,13 @@ def rotated(pair: CallPair) -> Why | None:
         return None
     cached = [token for token in unlike_keys(pair, pair.keys) if token < pair.start]
     if cached:
-        return _keys_turned_twice(pair, cached, pair.keys.call)
-    return _counted_positions(pair) or _angle_of_queries(pair, queries.call)
+        return _keys_turned_twice(pair, cached, pair.keys.right)
+    return _counted_positions(pair) or _angle_of_queries(pair, queries.right)
 
 
 def _counted_positions(pair: CallPair) -> Why | None:
     """Return whether the tokens of the call are rotated by other positions than their own."""
-    position, expected = pair.call.steps.position, pair.whole.steps.position
+    position, expected = pair.right.steps.position, pair.left.steps.position
     if position is None or expected is None:
         return None
     offset = position.query_offset
@@ -89,7 +89,7 @@ def _keys_turned_twice(pair: CallPair, cached: list[int], keys: Tensor) -> Why |
 
 def _positions_of_angle(pair: CallPair, stage: str, token: int, numbers: Tensor) -> list[int]:
     """Return the positions of the one call at which a projected token has these numbers, `batch heads head_dim`."""
-    tokens = tokens_before(pair.whole, stage)
+    tokens = tokens_before(pair.left, stage)
     if tokens is None or tokens.length < pair.stop:
         return []
     return tokens.positions_of(token, numbers, 2)
@@ -110,7 +110,7 @@ def _keeps_angles(pair: CallPair) -> bool:
 
 def _angle_operands(pair: CallPair) -> list[TensorRef]:
     """Return what the steps from the projected queries to the heads read beside the queries: their angles."""
-    stages = pair.call.attention.stages
+    stages = pair.right.attention.stages
     if "q_proj" not in stages:
         return []
     steps = between(pair.continued.call.recording, {stages["q_proj"].id}, stages["q_heads"])
