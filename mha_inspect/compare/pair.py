@@ -225,7 +225,7 @@ class Parameters:
 NO_PARAMETERS = Parameters({})
 
 
-def _unmeasured(stage: str, like: Tensor) -> float | None:
+def _unmeasured(stage: str, left: Tensor, right: Tensor) -> float | None:
     return None
 
 
@@ -236,8 +236,8 @@ class Pair:
     left: Side
     right: Side
     where: Where = Where()
-    noise: Callable[[str, Tensor], float | None] = _unmeasured
-    """The rounding error of a stage, in the form of a tensor that it is compared with; None if it was not measured."""
+    noise: Callable[[str, Tensor, Tensor], float | None] = _unmeasured
+    """The rounding error of a stage in the form in which both sides are compared; None if it was not measured."""
     blind: Rows = ()
     """The queries with every key masked out: their results are not defined."""
     parameters: Parameters = NO_PARAMETERS
@@ -260,7 +260,7 @@ class Pair:
         if axes:
             left = without_rows(stage, left, self.blind)
             right = without_rows(stage, right, self.blind)
-        return self.beside(stage, axes, left, right, self.noise(stage, right))
+        return self.beside(stage, axes, left, right, self.noise(stage, left, right))
 
     def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""

@@ -16,7 +16,7 @@ from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_he
 from ..record.rounding import max_difference, same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
-from .comparable_run import ComparableRun
+from .comparable_run import ComparableRun, unreadable
 from .merged import Merged, merged_in
 
 _SAME = "the same weights and input"
@@ -397,21 +397,6 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     if any(of_attention.copied for of_attention in there.copied):
         return there
     return there.why_not
-
-
-def unreadable(source: ComparableRun, target: ComparableRun) -> str:
-    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
-    for side in (source, target):
-        for weights in side.weights:
-            if weights.missing:
-                return f"{side.label}: {weights.missing[0]}"
-        if not side.weights:
-            return f"{side.label}: no attention was found."
-        if not all(weights.projections for weights in side.weights):
-            return f"{side.label}: its attention has no projections."
-    if len(source.weights) != len(target.weights):
-        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
-    return ""
 
 
 def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
