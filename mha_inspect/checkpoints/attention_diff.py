@@ -68,9 +68,14 @@ class AttentionComparison:
 
     def _has_same_tensors(self, pair: AttentionPair) -> bool:
         """Return whether all tensors have the same names and the same numbers."""
-        if not pair.has_same_names:
-            return False
-        return all(self.same_name[name].verdict in SAME for name in pair.left.stored.parameters)
+        return pair.has_same_names and self._verdicts_of(pair).issubset(SAME)
+
+    def _has_same_numbers(self, pair: AttentionPair) -> bool:
+        """Return whether all tensors have the same names and the same numbers, some of them transposed."""
+        return pair.has_same_names and self._verdicts_of(pair).issubset((*SAME, "same, permuted"))
+
+    def _verdicts_of(self, pair: AttentionPair) -> set[TensorVerdict]:
+        return {self.same_name[name].verdict for name in pair.left.stored.parameters}
 
     def _diff_by_head(self, pair: AttentionPair, exchanges: Sequence[Exchange]) -> AttentionDiff:
         """Compare two attentions whose number of heads is known."""
@@ -91,7 +96,7 @@ class AttentionComparison:
             exchanges=exchanges,
             orders=orders,
             renamed=list(_renamed(whole, verdicts, self.files)),
-            lacks_head_count=not is_explained and not _are_all_same(verdicts),
+            lacks_head_count=not is_explained and not _are_all_same(verdicts) and not self._has_same_numbers(pair),
         )
 
     # -- the same rows in another order -------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class AttentionComparison:
             if name not in self.same_name:
                 continue
             verdict = self.same_name[name].verdict
-            if verdict not in SAME:
+            if verdict not in (*SAME, "same, permuted"):
                 continue
             if pair.right.roles.get(name) != role:
                 continue

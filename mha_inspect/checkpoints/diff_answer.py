@@ -11,7 +11,7 @@ from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair,
 from ..text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, exchange_sentences
 from .reordered import order_words
-from .tensor_pairs import ZEROS_LEFT, ZEROS_RIGHT
+from .tensor_pairs import TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
 
 _NAMED = 5
 """Number of heads in the answer."""
@@ -38,7 +38,7 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
         for note in _notes_on_packing(report.tensors):
             yield f"{note[0].upper()}{note[1:]}."
     yield from exchange_sentences(exchanges)
-    yield from _of_zeros(report.tensors)
+    yield from _of_notes(report.tensors)
     yield from _orders(report.tensors)
     yield from _most_changed(_changed_matrices(report.parts, exchanges))
 
@@ -89,9 +89,9 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     return list(dict.fromkeys(pair.note for pair in packed))
 
 
-def _of_zeros(pairs: Sequence[TensorPair]) -> Iterator[str]:
-    """Yield the tensors that are all zeros on one side alone."""
-    for note in (ZEROS_LEFT, ZEROS_RIGHT):
+def _of_notes(pairs: Sequence[TensorPair]) -> Iterator[str]:
+    """Yield the tensors that are all zeros on one side alone, and those that are transposed."""
+    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED):
         names = [pair.name for pair in pairs if pair.note == note]
         if names:
             yield f"{first_few(names, _NAMED)}: {note}."

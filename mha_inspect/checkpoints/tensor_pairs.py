@@ -72,6 +72,8 @@ def pair_of_other_shape(files: TwoFiles, name: str, right_name: str) -> TensorPa
 
 ZEROS_LEFT, ZEROS_RIGHT = "all zeros on the left", "all zeros on the right"
 """Notes on tensors of which one side has no numbers but zeros, as a conversion leaves those that it did not find."""
+TRANSPOSED = "transposed"
+"""The note on tensors that are each other's transpose."""
 
 
 def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
@@ -111,7 +113,7 @@ def _zeros(left: Tensor, right: Tensor) -> str:
 
 
 def _as_transposed(pair: TensorPair) -> TensorPair:
-    return replace(pair, verdict="same, permuted", note="transposed")
+    return replace(pair, verdict="same, permuted", note=TRANSPOSED)
 
 
 def is_same(left: Tensor, right: Tensor) -> bool:

@@ -563,10 +563,10 @@ def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
     return repeat(content, f"{before} -> {after}", kv_heads=kv_heads, group=names.num_heads // kv_heads)
 
 
-def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
-    """Return the difference of two tensors of one shape, judged by a measured rounding error."""
+def difference_of(left: Tensor, right: Tensor, noise_floor: float | None) -> Difference:
+    """Return the difference of two tensors of one shape, judged by a measured rounding error; None if it was not."""
     largest, relative = distances(left, right)
-    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor))
+    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor or 0.0))
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:
