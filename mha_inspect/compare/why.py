@@ -22,6 +22,7 @@ from ..text import listed, plural
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
 from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
+from .reasons.exchanged import exchanged
 from .reasons.linear import linear, linear_after
 from .reasons.made_of import behind
 from .reasons.mask import mask
@@ -46,7 +47,7 @@ def _of_form(pair: Pair, difference: Difference) -> Why | None:
     return form_of(difference)
 
 
-REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, _of_form, linear, position)
+REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, exchanged, _of_form, linear, position)
 """Asked in this order about a stage that differs."""
 
 

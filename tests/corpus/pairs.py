@@ -365,6 +365,17 @@ class Beside(nn.Linear):
         return super().forward(x) + 4 * x @ self.down.T @ self.up.T
 
 
+class ExchangedLayers(Shared):
+    """Keys from the layer of values, and values from that of keys."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v, k = (part(x).unflatten(-1, (-1, D)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 def of_adapters() -> Shared:
     torch.manual_seed(3)
     module = Shared(kv_heads=H)
@@ -389,6 +400,7 @@ def merged(times: float) -> Callable[[], nn.Module]:
 
 RIGHT = with_()
 PAIRS = [
+    Pair("ExchangedLayers", ExchangedLayers, lambda: Shared(kv_heads=H), ("order", "order"), first="k_proj"),
     Pair("AdapterMerged", of_adapters, merged(4), outcome="same", whole=False),
     Pair("AdapterMergedWithoutScale", of_adapters, merged(1), ("low rank",) * 2, first="q_heads", whole=False),
     Pair("AdapterMergedOnTheLeft", merged(1), of_adapters, ("low rank",) * 2, first="q_heads", whole=False),

@@ -84,23 +84,4 @@ def exchanged(difference: Difference) -> Why | None:
             back = difference.ours.transpose(first, second).reshape(right.shape)
             if are_near(back, right, difference.near):
                 return Why("order", f"In {stage}, {words} are transposed and read without it {where.right}.")
-    return _features_apart(difference)
-
-
-def _features_apart(difference: Difference) -> Why | None:
-    """Return the sizes of two axes in the features, of which one varies fastest on each side."""
-    right, where = difference.theirs, difference.where
-    if difference.names[-1:] not in (["features"], ["embed"]):
-        return None
-    width = right.shape[-1]
-    for count in range(2, width):
-        if width % count:
-            continue
-        sizes = (count, width // count)
-        if difference.is_explained_by(right.reshape(*right.shape[:-1], *sizes).mT.flatten(-2)):
-            return Why(
-                "order",
-                f"The features of {difference.stage} are ({sizes[1]} {sizes[0]}) {where.left} and ({sizes[0]} "
-                f"{sizes[1]}) {where.right}: one axis of them varies fastest on each side.",
-            )
     return None
