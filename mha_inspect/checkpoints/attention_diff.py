@@ -258,15 +258,20 @@ class _Shared:
         """
         in_right = [parts for pair, parts in self.parts.items() if pair.right == names.right]
         in_left = [parts for pair, parts in self.parts.items() if pair.left == names.left]
-        pieces, packed, apart = in_right, "right", "left"
-        if len(in_right) < 2:
-            pieces, packed, apart = in_left, "left", "right"
-        if len(pieces) < 2:
-            return ""
+        if len(in_right) > 1:
+            return self._packed(in_right, "right", "left")
+        if len(in_left) > 1:
+            return self._packed(in_left, "left", "right")
+        return ""
+
+    def _packed(self, pieces: Sequence[Sequence[str]], packed: str, apart: str) -> str:
+        """Return on which side the parts are in one tensor, and in how many on the other."""
         parts = list(chain.from_iterable(pieces))
         letters = sorted((part[-1] for part in parts), key="qkv".find)
-        words = "the same, in" if self.worst(parts) in SAME else "in"
-        count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
+        words = "in"
+        if self.worst(parts) in SAME:
+            words = "the same, in"
+        count = "two" if len(pieces) == 2 else "three"
         return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"
 
 
@@ -308,8 +313,10 @@ def _shared_parts(
     right = _tensors_by_part(pair.right, without=files.left.tensors)
     shared: dict[_Names, list[str]] = {}
     for part, name in left.items():
-        if part in right and part in verdicts:
-            shared.setdefault(_Names(name, right[part]), []).append(part)
+        if part not in right or part not in verdicts:
+            continue
+        names = _Names(name, right[part])
+        shared.setdefault(names, []).append(part)
     return shared
 
 

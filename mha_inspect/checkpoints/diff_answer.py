@@ -85,8 +85,11 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     """Return the notes on the tensors that several tensors of the other side are paired with, each once."""
     on_left = Counter(pair.name for pair in pairs)
     on_right = Counter(pair.right_name for pair in pairs)
-    packed = [pair for pair in pairs if on_left[pair.name] > 1 or on_right[pair.right_name] > 1]
-    return list(dict.fromkeys(pair.note for pair in packed))
+    notes: dict[str, None] = {}
+    for pair in pairs:
+        if on_left[pair.name] > 1 or on_right[pair.right_name] > 1:
+            notes[pair.note] = None
+    return list(notes)
 
 
 def _of_notes(pairs: Sequence[TensorPair]) -> Iterator[str]:
@@ -130,9 +133,16 @@ class _ChangedHead:
 
 def _changed_matrices(parts: Sequence[PartPair], exchanges: Sequence[Exchange]) -> list[PartPair]:
     """Return the matrices that were compared by head, without exchanged ones."""
-    exchanged = {(exchange.module, part) for exchange in exchanges for part in exchange.parts}
-    matrices = [part for part in parts if part.part.startswith("W") and part.differences]
-    return [part for part in matrices if (part.left, part.part) not in exchanged]
+    exchanged: set[tuple[str, str]] = set()
+    for exchange in exchanges:
+        for part in exchange.parts:
+            exchanged.add((exchange.module, part))
+    matrices = []
+    for pair in parts:
+        is_compared = pair.part.startswith("W") and pair.differences
+        if is_compared and (pair.left, pair.part) not in exchanged:
+            matrices.append(pair)
+    return matrices
 
 
 def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:

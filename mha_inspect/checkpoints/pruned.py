@@ -72,18 +72,22 @@ def _kept(
     stored: Mapping[str, Shape],
 ) -> int:
     """Return the number of heads that a tensor of a file has; 0 if its shape is not that of some heads."""
-    if name not in stored or name not in roles or len(roles[name].heads) < 2:
+    if name not in stored or name not in roles:
         return 0
     pieces = roles[name].heads
     whole, shape = expected[name], stored[name]
+    if len(pieces) < 2 or len(shape) != len(whole):
+        return 0
     # With the same rows for all heads, these are columns: as in W_o.
-    axis = int(len({piece.rows for piece in pieces}) == 1)
+    by_rows = len({piece.rows for piece in pieces}) > 1
+    axis = 0 if by_rows else 1
     width, rest = divmod(whole[axis], len(pieces))
-    if rest or not width or len(shape) != len(whole):
+    if rest or not width:
         return 0
     kept, rest = divmod(shape[axis], width)
-    others_agree = shape[:axis] == whole[:axis] and shape[axis + 1 :] == whole[axis + 1 :]
-    return kept if others_agree and not rest else 0
+    others = shape[:axis] + shape[axis + 1 :]
+    others_of_whole = whole[:axis] + whole[axis + 1 :]
+    return kept if others == others_of_whole and not rest else 0
 
 
 def with_kept_heads(role: ParameterRole, pruned: Pruned) -> ParameterRole:

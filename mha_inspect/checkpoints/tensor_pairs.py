@@ -144,9 +144,11 @@ def _first_numbers(side: FileSide, paired: Collection[str]) -> dict[tuple[int, .
     """Return the first numbers of the tensors that are not paired yet, by shape and by name."""
     by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for name, stored in side.tensors.items():
-        if name not in paired and stored.has_numbers:
-            numbers = side.read(name).flatten()
-            by_shape.setdefault(stored.shape, {})[name] = numbers[:_FIRST].clone()
+        if name in paired or not stored.has_numbers:
+            continue
+        first = side.read(name).flatten()[:_FIRST]
+        of_shape = by_shape.setdefault(stored.shape, {})
+        of_shape[name] = first.clone()
     return by_shape
 
 

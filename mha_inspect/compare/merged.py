@@ -6,8 +6,9 @@ q.weight                  on the right       the left's q.weight + 4 * q.up @ q.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -57,8 +58,10 @@ def merged_in(plain: Mapping[str, Tensor], adapted: Mapping[str, Tensor]) -> lis
     for name, base in bases.items():
         if not base:
             return []
-        added = plain[name].detach().double() - adapted[base].detach().double()
-        near = _ROUNDED * torch.finfo(plain[name].dtype).eps * float(plain[name].detach().abs().max())
+        weight = plain[name].detach()
+        added = weight.double() - adapted[base].detach().double()
+        step = torch.finfo(weight.dtype).eps
+        near = _ROUNDED * step * float(weight.abs().max())
         if float(added.abs().max()) <= near:
             continue
         product = product_of(added, further, near)
@@ -81,21 +84,17 @@ def _base_of(name: str, like: Tensor, adapted: Mapping[str, Tensor]) -> str:
 
 def product_of(matrix: Tensor, parameters: Mapping[str, Tensor], near: float) -> Product | None:
     """Return the product of two parameters that a matrix is a multiple of; None without one. The matrix is `out in`."""
-    for (outer, first), (inner, second) in _pairs(parameters):
-        if first.shape[1] != second.shape[0] or (first.shape[0], second.shape[1]) != matrix.shape:
+    matrices = {name: parameter.detach() for name, parameter in parameters.items() if parameter.dim() == 2}
+    for outer, inner in permutations(matrices, 2):
+        left, right = matrices[outer], matrices[inner]
+        if left.shape[1] != right.shape[0] or (len(left), right.shape[1]) != matrix.shape:
             continue
-        product = (first.detach().double() @ second.detach().double()).to(matrix.device)
+        product = left.double() @ right.double()
+        product = product.to(matrix.device)
         square = float((product * product).sum())
-        times = float((matrix * product).sum()) / square if square else 0.0
+        if not square:
+            continue
+        times = float((matrix * product).sum()) / square
         if abs(times) > _LEAST and are_near(matrix, times * product, near):
             return Product(outer, inner, times)
     return None
-
-
-def _pairs(parameters: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Yield each two matrices."""
-    matrices = [(name, parameter) for name, parameter in parameters.items() if parameter.dim() == 2]
-    for outer in matrices:
-        for inner in matrices:
-            if outer[0] != inner[0]:
-                yield outer, inner

@@ -363,10 +363,14 @@ class Difference:
         """
         left, right = self.ours, self.theirs
         if among is not None:
-            left, right = left.masked_fill(~among, 0.0), right.masked_fill(~among, 0.0)
-        squares = (right * right).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        factors = (left * right).sum(-1, keepdim=True) / squares
-        return are_near(left, factors * right, max(1.0, float(factors.abs().max())) * self.near)
+            left = left.masked_fill(~among, 0.0)
+            right = right.masked_fill(~among, 0.0)
+        smallest = torch.finfo(torch.float64).tiny
+        squares = (right * right).sum(-1, keepdim=True).clamp_min(smallest)
+        products = (left * right).sum(-1, keepdim=True)
+        factors = products / squares
+        largest = float(factors.abs().max())
+        return are_near(left, factors * right, max(1.0, largest) * self.near)
 
     @cached_property
     def is_clear(self) -> bool:
