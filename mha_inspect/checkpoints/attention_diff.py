@@ -267,12 +267,16 @@ class _Shared:
     def _packed(self, pieces: Sequence[Sequence[str]], packed: str, apart: str) -> str:
         """Return on which side the parts are in one tensor, and in how many on the other."""
         parts = list(chain.from_iterable(pieces))
-        letters = sorted((part[-1] for part in parts), key="qkv".find)
+        letters = [part[-1] for part in parts]
+        letters.sort(key="qkv".find)
         words = "in"
         if self.worst(parts) in SAME:
             words = "the same, in"
-        count = "two" if len(pieces) == 2 else "three"
-        return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"
+        count = "two"
+        if len(pieces) > 2:
+            count = "three"
+        names = listed(letters)
+        return f"{names} are {words} one tensor on the {packed} and in {count} on the {apart}"
 
 
 # -- tensors under other names ----------------------------------------------------------------------------------------

@@ -212,10 +212,13 @@ class _FileForModule:
 
     def _missing(self) -> Iterator[StoredName]:
         """Yield the tensors that only the module has; of tied tensors, one in the file is enough."""
-        stored = {id(self.module.tensors[in_module]) for in_module in self.names.values()}
-        for name, tensor in self.module.tensors.items():
-            if id(tensor) not in stored:
-                yield StoredName(name, self.module.shapes[name], buffer=name in self.module.buffers)
+        module = self.module
+        stored = {id(module.tensors[in_module]) for in_module in self.names.values()}
+        for name, tensor in module.tensors.items():
+            if id(tensor) in stored:
+                continue
+            is_buffer = name in module.buffers
+            yield StoredName(name, module.shapes[name], buffer=is_buffer)
 
     def _misfit(self, name: str) -> StoredName:
         is_buffer = self.names[name] in self.module.buffers
@@ -243,13 +246,16 @@ class _FileForModule:
 
     def _about_buffers(self) -> Iterator[str]:
         """Yield a sentence about the tensors of the file that are buffers in the module, with their sizes."""
-        tensors = self.checkpoint.tensors
-        buffers = [name for name in tensors if self.names.get(name) in self.module.buffers]
+        buffers = []
+        numel = whole = 0
+        for name, tensor in self.checkpoint.tensors.items():
+            whole += tensor.numel
+            if self.names.get(name) in self.module.buffers:
+                buffers.append(name)
+                numel += tensor.numel
         if not buffers:
             return
         are = "is a buffer" if len(buffers) == 1 else "are buffers"
-        numel = sum(tensors[name].numel for name in buffers)
-        whole = sum(tensor.numel for tensor in tensors.values())
         of_file = f"{numel:,} of the {whole:,} numbers in the file"
         yield f"{_few(buffers)} {are} of {self.module.label}, not weights: {of_file}."
 
@@ -273,14 +279,16 @@ def _few(names: Sequence[str]) -> str:
 
 def _are_transposed(transposed: Transposed, label: str) -> str:
     """Return the sentence about the transposed weights, with the fix."""
-    names, is_single = _few(transposed.names), len(transposed.names) == 1
-    are, them, each = ("is", "it", "it") if is_single else ("are", "them", "each of them")
+    is_single = len(transposed.names) == 1
+    are, them, each, transposes = "are", "them", "each of them", "the transposes of the weights"
+    if is_single:
+        are, them, each, transposes = "is", "it", "it", "the transpose of the weight"
+    subject = f"{_few(transposed.names)} {are}"
     fix = f"Use .t() on {each} before loading."
     if not transposed.of_linear:
-        transposes = "the transpose of the weight" if is_single else "the transposes of the weights"
-        return f"{names} {are} {transposes} in {label}. {fix}"
+        return f"{subject} {transposes} in {label}. {fix}"
     layout = f"the file has {them} as [in, out], the layout of GPT-2's Conv1D; nn.Linear expects [out, in]"
-    return f"{names} {are} transposed: {layout}. {fix}"
+    return f"{subject} transposed: {layout}. {fix}"
 
 
 def _are_square(names: Sequence[str]) -> str:

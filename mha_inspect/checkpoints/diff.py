@@ -51,8 +51,11 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
 
 def _pairs_with_same_name(files: TwoFiles) -> dict[str, TensorPair]:
     """Return the tensors that both files have under one name, compared."""
-    common = [name for name in files.left.tensors if name in files.right.tensors]
-    return {name: tensor_pair(files, name, name) for name in common}
+    pairs: dict[str, TensorPair] = {}
+    for name in files.left.tensors:
+        if name in files.right.tensors:
+            pairs[name] = tensor_pair(files, name, name)
+    return pairs
 
 
 def _all_pairs(

@@ -19,14 +19,14 @@ _NAMED = 5
 
 def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> Iterator[str]:
     """Yield sentences: whether both are the same, and what differs."""
-    number = len(report.tensors)
+    number = plural(len(report.tensors), "tensor")
     if _has_same_bits(report):
-        yield f"Yes: all {plural(number, 'tensor')} are the same, bit for bit."
+        yield f"Yes: all {number} are the same, bit for bit."
         return
     answer = "No"
     if report.outcome == "same":
         answer = "Yes"
-    sentence = f"{answer}: {plural(number, 'tensor')} on both sides"
+    sentence = f"{answer}: {number} on both sides"
     counts = _counts(report.tensors)
     if counts:
         sentence += f": {listed(counts)}"
@@ -36,7 +36,8 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
         yield f"{listed(unpaired)}."
     if not exchanges:
         for note in _notes_on_packing(report.tensors):
-            yield f"{note[0].upper()}{note[1:]}."
+            beginning = note[0].upper()
+            yield f"{beginning}{note[1:]}."
     yield from exchange_sentences(exchanges)
     yield from _of_notes(report.tensors)
     yield from _orders(report.tensors)
@@ -104,10 +105,13 @@ def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:
     """Yield a sentence for each order of rows, with the tensors that have it, and the line that converts the left."""
     names: dict[tuple[str, RowOrder], list[str]] = {}
     for pair in pairs:
-        if pair.order is not None:
-            names.setdefault((pair.note, pair.order), []).append(pair.name)
+        if pair.order is None:
+            continue
+        tensors = names.setdefault((pair.note, pair.order), [])
+        tensors.append(pair.name)
     for (_, order), tensors in names.items():
-        yield f"{first_few(tensors, _NAMED)}: {order_words(order)}."
+        first = first_few(tensors, _NAMED)
+        yield f"{first}: {order_words(order)}."
         if order.line:
             yield f"To convert the left: {order.line}"
 

@@ -64,8 +64,12 @@ def find_exchanged(pair: AttentionPair, files: TwoFiles) -> list[Exchange]:
 
 def _of_kind(kind: set[str], attention: NamedAttention, side: FileSide) -> dict[str, Tensor]:
     """Return the parts of a kind, each as one head."""
-    parts = numbers_of(_with_parts(attention, kind), side.tensors)
-    return {part: numbers for part, numbers in parts.items() if part in kind}
+    roles = _with_parts(attention, kind)
+    wholes: dict[str, Tensor] = {}
+    for part, numbers in numbers_of(roles, side.tensors).items():
+        if part in kind:
+            wholes[part] = numbers[0]
+    return wholes
 
 
 def _with_parts(attention: NamedAttention, parts: set[str]) -> dict[str, Role]:
@@ -83,13 +87,13 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Moves:
     `W_q` of the left that is `W_k` of the right is an exchange only if some other part of the left is `W_q`.
     """
     differing = []
-    for part in left:
-        if part in right and not is_same(left[part][0], right[part][0]):
+    for part, numbers in left.items():
+        if part in right and not is_same(numbers, right[part]):
             differing.append(part)
     moves = []
     for part in differing:
         # No part is equal to the one of its own name: all of these differ.
-        equal = [place for place in differing if is_same(left[part][0], right[place][0])]
+        equal = [place for place in differing if is_same(left[part], right[place])]
         if len(equal) == 1:
             moves.append((part, equal[0]))
     sources = {source for source, _ in moves}

@@ -45,13 +45,14 @@ def reordered(pair: AttentionPair, files: TwoFiles, is_same: Callable[[str, str]
     left = _by_part(pair.left)
     right = _by_part(pair.right)
     for part, name in left.items():
-        if part in right and not is_same(name, right[part]):
-            yield from _reordered((name,), right[part], part, pair, files)
+        if part not in right or is_same(name, right[part]):
+            continue
+        yield from _reordered((name,), right[part], part, pair, files)
     for part, right_name in right.items():
-        singles = _singles(part)
-        is_packed = part not in left and len(singles) > 1
-        if is_packed and left.keys() >= {*singles}:
-            names = tuple(left[single] for single in singles)
+        if part in left:
+            continue
+        names = tuple(left[single] for single in _singles(part) if single in left)
+        if len(names) > 1 and len(names) == len(_singles(part)):
             yield from _reordered(names, right_name, part, pair, files)
 
 

@@ -126,14 +126,16 @@ def _shape(block: HeadSlice) -> tuple[int, ...]:
 def stacked_notes(to_split: Sequence[Stacked], to_join: Sequence[Stacked], label: str) -> Iterator[str]:
     """Yield how to split the tensors of a file, and how to join them, with the line for the first."""
     for first in to_split[:1]:
+        packed = shown(first.packed)
         names = listed([shown(name) for name in first.apart])
-        what = f"{shown(first.packed)} is {first.words()}; {label} has {names}."
         likewise = _likewise(to_split[1:])
-        yield f"{what}{likewise} To split it: {first.split_line()}"
+        line = first.split_line()
+        yield f"{packed} is {first.words()}; {label} has {names}.{likewise} To split it: {line}"
     for first in to_join[:1]:
-        what = f"{shown(first.packed)} of {label} is {first.words()}."
+        packed = shown(first.packed)
         likewise = _likewise(to_join[1:])
-        yield f"{what}{likewise} To join them: {first.join_line()}"
+        line = first.join_line()
+        yield f"{packed} of {label} is {first.words()}.{likewise} To join them: {line}"
 
 
 def _likewise(further: Sequence[Stacked]) -> str:

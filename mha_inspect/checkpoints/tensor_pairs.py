@@ -161,13 +161,15 @@ def _same_under_another_name(files: TwoFiles, name: str, candidates: Mapping[str
     first = numbers[:_FIRST]
     # Equality of constants, as in an untrained norm, is no proof.
     is_constant = bool((numbers == numbers[0]).all())
+    end = _end_of(name)
     for right_name, right_first in candidates.items():
-        if is_constant and _end_of(name) != _end_of(right_name):
+        if is_constant and end != _end_of(right_name):
             continue
-        if is_same(first, right_first):
-            pair = tensor_pair(files, name, right_name)
-            if pair.verdict in SAME:
-                return pair
+        if not is_same(first, right_first):
+            continue
+        pair = tensor_pair(files, name, right_name)
+        if pair.verdict in SAME:
+            return pair
     return None
 
 
