@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from ..reports.common import Difference, MeasuredAgainst, Verdict
 from ..reports.diff import OutputDifference
 from ..running.subject import Run, Subject
 from ..text import first_line
-from .pair import Side, without_rows
+from .pair import Pair, Parameters, Side, Where, without_rows
 
 T = TypeVar("T")
 _BY_KEY_HEAD = ("k_proj", "v_proj", "k_heads", "v_heads")
@@ -392,6 +392,41 @@ class Comparison:
         pairs = zip(left, right, strict=False)
         return all(ours.num_heads == theirs.num_heads for (_, ours), (_, theirs) in pairs)
 
+    def pairs(self, where: Where) -> Iterator[Pair]:
+        """Yield the same attentions of both runs, in the order of computation."""
+        for place in range(min(len(self.left.attentions), len(self.right.attentions))):
+            yield self.pair(place, where)
+
+    def pair(self, place: int, where: Where) -> Pair:
+        """Return the same attention of both runs, with the rounding errors that were measured."""
+        left, right = self.left, self.right
+        named = dict(left.subject.module.named_parameters())
+        named.update(right.subject.module.named_parameters())
+        weights = None
+        if not unreadable(left, right):
+            weights = left.weights[place], right.weights[place]
+        return Pair(
+            left=left.side(place),
+            right=right.side(place),
+            where=where,
+            noise=partial(self._noise, place),
+            blind=self.masked[place],
+            parameters=Parameters(named, (_unread(left), _unread(right))),
+            weights=weights,
+        )
+
+    def _noise(self, place: int, stage: str, left: Tensor, right: Tensor) -> float:
+        """Return the larger rounding error of a stage, in the form in which both sides are compared."""
+        as_made = self.left.content(place, stage) is None or self.right.content(place, stage) is None
+        # Up to its scores, the first attention is defined for every query, whatever the mask.
+        is_undefined = not as_made and (place or stage in _AFTER_A_MASK)
+        rows = self.masked[place] if is_undefined else ()
+        floors = []
+        for run in self._measured:
+            like = right if run is self.left else left
+            floors.append(run.floor(place, stage, like, rows, as_made=as_made))
+        return max(floors)
+
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured` and paired."""
         measured = measured and self.are_paired
@@ -422,17 +457,7 @@ class Comparison:
             keys = max(self.left.filled(place), self.right.filled(place))
             left = _first(keys, left, axes.index("key"))
             right = _first(keys, right, axes.index("key"))
-        # Up to its scores, the first attention is defined for every query, whatever the mask.
-        rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
-
-        def floor() -> float:
-            floors = []
-            for run in self._measured:
-                compared_with = right if run is self.left else left
-                floors.append(run.floor(place, stage, compared_with, rows))
-            return max(floors)
-
-        difference = compare_stage(stage, left, right, floor)
+        difference = compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
         return replace(beside, difference=replace(difference, note=difference.note or note))
@@ -455,11 +480,7 @@ class Comparison:
         axes = self.left.axes(place, stage)
         if self.right.axes(place, stage) != axes:
             return None
-
-        def floor() -> float:
-            return max(run.floor(place, stage, left, (), as_made=True) for run in self._measured)
-
-        difference = compare_stage(stage, left, right, floor)
+        difference = compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
         return replace(
             self._beside(place, stage), left=left, right=right, difference=replace(difference, compared=axes)
         )
@@ -485,6 +506,28 @@ class Comparison:
             difference = difference_of(left, right, floor)
             differences.append(OutputDifference(**vars(difference), name=name))
         return tuple(differences)
+
+
+def unreadable(source: ComparableRun, target: ComparableRun) -> str:
+    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
+    for side in (source, target):
+        for weights in side.weights:
+            if weights.missing:
+                return f"{side.label}: {weights.missing[0]}"
+        if not side.weights:
+            return f"{side.label}: no attention was found."
+        if not all(weights.projections for weights in side.weights):
+            return f"{side.label}: its attention has no projections."
+    if len(source.weights) != len(target.weights):
+        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
+    return ""
+
+
+def _unread(side: ComparableRun) -> frozenset[str]:
+    """Return the parameters that no operation reads."""
+    recording = side.run.recording
+    read = {tensor.storage for op in recording.ops for tensor in op.inputs}
+    return frozenset(named.name for named in recording.parameters if named.tensor.storage not in read)
 
 
 def _repeated_heads(left: AxisNames, right: AxisNames) -> str:
@@ -520,10 +563,10 @@ def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
     return repeat(content, f"{before} -> {after}", kv_heads=kv_heads, group=names.num_heads // kv_heads)
 
 
-def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
-    """Return the difference of two tensors of one shape, judged by a measured rounding error."""
+def difference_of(left: Tensor, right: Tensor, noise_floor: float | None) -> Difference:
+    """Return the difference of two tensors of one shape, judged by a measured rounding error; None if it was not."""
     largest, relative = distances(left, right)
-    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor))
+    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor or 0.0))
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:

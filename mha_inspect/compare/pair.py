@@ -9,7 +9,7 @@ A reason is asked about one stage that differs. It counts only if it explains al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -225,7 +225,7 @@ class Parameters:
 NO_PARAMETERS = Parameters({})
 
 
-def _unmeasured(stage: str, like: Tensor) -> float | None:
+def _unmeasured(stage: str, left: Tensor, right: Tensor) -> float | None:
     return None
 
 
@@ -236,8 +236,8 @@ class Pair:
     left: Side
     right: Side
     where: Where = Where()
-    noise: Callable[[str, Tensor], float | None] = _unmeasured
-    """The rounding error of a stage, in the form of a tensor that it is compared with; None if it was not measured."""
+    noise: Callable[[str, Tensor, Tensor], float | None] = _unmeasured
+    """The rounding error of a stage in the form in which both sides are compared; None if it was not measured."""
     blind: Rows = ()
     """The queries with every key masked out: their results are not defined."""
     parameters: Parameters = NO_PARAMETERS
@@ -260,7 +260,7 @@ class Pair:
         if axes:
             left = without_rows(stage, left, self.blind)
             right = without_rows(stage, right, self.blind)
-        return self.beside(stage, axes, left, right, self.noise(stage, right))
+        return self.beside(stage, axes, left, right, self.noise(stage, left, right))
 
     def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""
@@ -328,6 +328,29 @@ class Difference:
         """The right in float64."""
         return self.right.detach().double()
 
+    @property
+    def is_none(self) -> bool:
+        """Whether both have the same shape and are equal but for rounding."""
+        return are_near(self.left, self.right, self.near)
+
+    def of_both(self, part: Callable[[Tensor], Tensor]) -> Difference:
+        """Return the difference of a part of both."""
+        return replace(self, left=part(self.left), right=part(self.right))
+
+    def among(self, marks: Tensor) -> Difference:
+        """Return the difference where a tensor is True; elsewhere both are 0."""
+        unmarked = ~marks.to(self.left.device)
+        marked = self.of_both(lambda tensor: tensor.masked_fill(unmarked, 0.0))
+        # The numbers that a mask writes are larger than all others.
+        return replace(marked, near=min(self.near, tolerance(marked.left)))
+
+    def first_unlike(self, axis: int) -> int:
+        """Return the first position along an axis at which both differ."""
+        for position in range(self.left.shape[axis]):
+            if not are_near(self.left.select(axis, position), self.right.select(axis, position), self.near):
+                return position
+        return 0
+
     @cached_property
     def is_finite(self) -> bool:
         """Whether both have finite numbers alone."""
@@ -340,10 +363,14 @@ class Difference:
         """
         left, right = self.ours, self.theirs
         if among is not None:
-            left, right = left.masked_fill(~among, 0.0), right.masked_fill(~among, 0.0)
-        squares = (right * right).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        factors = (left * right).sum(-1, keepdim=True) / squares
-        return are_near(left, factors * right, max(1.0, float(factors.abs().max())) * self.near)
+            left = left.masked_fill(~among, 0.0)
+            right = right.masked_fill(~among, 0.0)
+        smallest = torch.finfo(torch.float64).tiny
+        squares = (right * right).sum(-1, keepdim=True).clamp_min(smallest)
+        products = (left * right).sum(-1, keepdim=True)
+        factors = products / squares
+        largest = float(factors.abs().max())
+        return are_near(left, factors * right, max(1.0, largest) * self.near)
 
     @cached_property
     def is_clear(self) -> bool:

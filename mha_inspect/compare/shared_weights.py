@@ -16,7 +16,8 @@ from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_he
 from ..record.rounding import max_difference, same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
-from .comparable_run import ComparableRun
+from .comparable_run import ComparableRun, unreadable
+from .merged import Merged, merged_in
 
 _SAME = "the same weights and input"
 
@@ -28,6 +29,11 @@ class Shared:
     weights: SharedWeights
     given: str = _SAME
     """The weights and the input in words; empty if the weights are unrelated."""
+    is_merged: bool = False
+    """Whether each side keeps its weights, because one has an adapter merged into them.
+
+    A projection and its adapter are then one stage, whose parts differ in form alone.
+    """
 
 
 AS_THEY_ARE = Shared(
@@ -88,6 +94,10 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     source, target = _in_order_of_dtypes(left, right)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
+    for plain, adapted in ((left, right), (right, left)):
+        merged = merged_in(weights_by_name(plain), weights_by_name(adapted))
+        if merged:
+            return _as_merged(merged, plain, adapted)
     transposed = _read_transposed(source, target)
     if not transposed:
         exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
@@ -109,6 +119,18 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         return Shared(SharedWeights(True, "Neither side has weights.", ()))
     sentence = "The weights could not be copied; each side keeps its own."
     return Shared(SharedWeights(False, sentence, (direction,)), given="")
+
+
+def _as_merged(merged: Sequence[Merged], plain: ComparableRun, adapted: ComparableRun) -> Shared:
+    """Return that each side keeps its weights: a copy would add the adapter to weights that have it already."""
+    first, *others = merged
+    more = f", and {plural(len(others), 'other')} likewise" if others else ""
+    sentence = (
+        f"Not copied: {first.name} of {plain.label} is that of {adapted.label} with {first.product.words} added{more}. "
+        "An adapter is merged there, so each side keeps its own weights."
+    )
+    given = "each side's own weights and the same input"
+    return Shared(SharedWeights(False, sentence, ()), given, is_merged=True)
 
 
 def _in_order_of_dtypes(left: ComparableRun, right: ComparableRun) -> tuple[ComparableRun, ComparableRun]:
@@ -375,21 +397,6 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     if any(of_attention.copied for of_attention in there.copied):
         return there
     return there.why_not
-
-
-def unreadable(source: ComparableRun, target: ComparableRun) -> str:
-    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
-    for side in (source, target):
-        for weights in side.weights:
-            if weights.missing:
-                return f"{side.label}: {weights.missing[0]}"
-        if not side.weights:
-            return f"{side.label}: no attention was found."
-        if not all(weights.projections for weights in side.weights):
-            return f"{side.label}: its attention has no projections."
-    if len(source.weights) != len(target.weights):
-        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
-    return ""
 
 
 def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:

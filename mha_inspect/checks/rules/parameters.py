@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ...compare.replay import SIDES
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...record.ops import Op
@@ -18,6 +17,7 @@ from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
+from ..factors import SIDES
 from ..gradients import without_gradient
 from ..readers import Readers, weight_of
 from ..registry import rule

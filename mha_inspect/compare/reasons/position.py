@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..forms.order import in_turn
 from ..pair import Difference, Pair, Why
 from ..turned import Tokens, tokens_before
 
@@ -11,8 +12,6 @@ _MOST = 256
 """The most tokens that are put at every position."""
 _FEWEST = 3
 """With fewer tokens, another position may be chance."""
-_SHOWN = 8
-"""Most positions to list."""
 
 
 def position(pair: Pair, difference: Difference) -> Why | None:
@@ -48,20 +47,30 @@ def _shifted(places: Sequence[int | None], difference: Difference) -> Why | None
     if len(shifts) != 1:
         return None
     shift = shifts.pop()
-    known = [token for token in range(len(places)) if 0 <= token + shift < len(places)]
-    if not shift or len(known) < _FEWEST - 1 or any(places[token] is None for token in known):
+    last = len(places) - 1
+    known = [place for token, place in enumerate(places) if 0 <= token + shift <= last]
+    if not shift or len(known) < _FEWEST - 1 or None in known:
         return None
-    where, stage = difference.where, difference.stage
     sign = "+" if shift > 0 else "-"
-    sentence = f"Position p {where.left} is {stage} of position p {sign} {abs(shift)} {where.right}."
-    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=str(shift))
+    elsewhere = f"position p {sign} {abs(shift)}"
+    where, stage = difference.where, difference.stage
+    sentence = f"Position p {where.left} is {stage} of {elsewhere} {where.right}."
+    return _as_why(sentence, difference, fact=str(shift))
+
+
+def _as_why(sentence: str, difference: Difference, *, fact: str) -> Why:
+    return Why("position", f"{sentence} Moved there, the tokens give the same {difference.stage}.", fact=fact)
 
 
 def _moved(places: Sequence[int | None], difference: Difference) -> Why | None:
     """Return the position of each token, if all have one and some are elsewhere."""
-    if None in places or list(places) == list(range(len(places))):
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or known == [*range(len(places))]:
         return None
     where, stage = difference.where, difference.stage
-    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    if not any(known):
+        sentence = f"All tokens of {stage} {where.left} are as position 0 {where.right}."
+        return _as_why(sentence, difference, fact="0")
+    shown = in_turn(known)
     sentence = f"The tokens of {stage} {where.left} have the positions {shown} of those {where.right}."
-    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=shown)
+    return _as_why(sentence, difference, fact=shown)

@@ -15,9 +15,9 @@ import torch
 from ...measure.reorder import NamedOrder, Reordering, explain
 from ...measure.weights import Numbers, Weights
 from ...text import first_few, spans
-from ..comparable_run import ComparableRun
+from ..comparable_run import ComparableRun, unreadable
 from ..pair import Where, Why
-from ..shared_weights import unreadable, weights_by_name, write_by_name
+from ..shared_weights import weights_by_name, write_by_name
 
 
 @contextmanager
