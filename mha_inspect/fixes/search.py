@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, islice, product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,19 +18,35 @@ from .grammar import RAISES, edits
 from .lines import executed_lines, named_line
 from .loading import in_place_of
 from .source import Edit, Source
-from .trial import Judged, Target, judged, made, outputs_of, shapes_of, stages_of, weights_of
+from .trial import (
+    Judged,
+    Target,
+    axes_of_stage,
+    judged,
+    made,
+    matrices_in_use,
+    outputs_of,
+    shapes_of,
+    stages_of,
+    weights_of,
+)
 
 SEEDS = (0, 1, 2)
 """The seeds of weights and inputs with which an edit has to be right: the first is that of the finding."""
 _MOST = 600
 """The most edits that are run for one problem."""
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_MOST_RIVALS = 3
+"""The most edits with other outputs that are shown."""
+_MOST_ALIKE = 4
+"""The most lines that are alike and edited at once."""
 _MOST_TOGETHER = 150
 """The most of them that change two expressions apart from each other."""
 _OF_MASKS = ("causal", "window", "padding", "masking", "softmax", "finite", "heads", "batch", "cache", "mixing", RAISES)
 _MAY_CHANGE = {
     "scale": ("scale", "reference", RAISES),
     "who sees whom": (*_OF_MASKS, "training", "reference"),
-    "mask": ("padding", "masking", "softmax", RAISES),
+    "mask": ("padding", "masking", "softmax", "finite", RAISES),
     "rotary by pair": ("rotary", "cache", "reference", RAISES),
 }
 """Each fact of `check` to the checks whose findings concern it; any other fact stays."""
@@ -37,10 +56,20 @@ _SUSPECTED_ANYWAY = {"parameters", "scale"}
 """Checks that may suspect what an edit of operands does not concern."""
 _MAY_BE_SKIPPED = {"repeat": {"training"}}
 """Checks that passed and may be skipped after a fix: a function that drops in training alone cannot be switched off."""
+_FEATURES_FIRST = "(head_dim heads)"
+"""The heads are merged in another order than they were split in: no other fix of their order makes that."""
+_HIDDEN = 1e-6
+"""A smaller weight is that of a key that is masked out."""
 _WITHIN_TOKEN = "attended over"
 """The fact of a module whose heads attend within a token: never a fix."""
 _OF_SEVERAL_PLACES = ("heads", "batch", "mixing", RAISES)
 """Checks whose findings may need an edit of several places: where heads are split, and where they are merged."""
+_OF_SEVERAL_LINES = (*_OF_SEVERAL_PLACES, "rotary", "grouped", "cache")
+"""Checks whose findings may need one edit of several lines that are alike: of queries, of keys and of values."""
+_EITHER_LINE = "parameters"
+"""The check whose findings are of two lines, where a tensor is used twice: the one that is named may be right."""
+_HIDES = ("masking",)
+"""Checks whose findings are about a mask that hides nothing: after a fix, some weight is 0."""
 _SAME_OUTPUT = ("cache", "inputs", "training")
 """Checks whose findings do not concern the output of one plain run in eval mode."""
 
@@ -113,26 +142,46 @@ class Search:
             return Found(reason=f"No edit fixes it: {self.tried} were run.")
         least = min(_changes(trial) for trial in passing)
         best = [trial for trial in passing if _changes(trial) == least]
+        best.sort(key=lambda trial: len(trial.source.content))
         if all(_are_close(best[0].outputs, other.outputs) for other in best):
             others = [trial for trial in best[1:] if trial.edit.row != best[0].edit.row]
             return Found((best[0], *others[:1]))
-        return Found(rivals=tuple(best), reason=f"{len(best)} edits fix it, and their outputs differ.")
+        reason = f"{len(best)} edits fix it, and their outputs differ: which one is meant is not known."
+        return Found(rivals=tuple(best[:_MOST_RIVALS]), reason=reason)
 
     def _edits(self, check: str, number: int | None) -> Iterator[Edit]:
         """Yield edits in the order to try: of the named line, then of the others that run; then several at once."""
         seen: set[tuple[object, ...]] = set()
         near_lines = set() if number is None else {number}
         near = list(edits(self.source, self.source.nodes_on(near_lines), check))
-        lines = self._lines() - near_lines
+        lines = self._lines(check) - near_lines
         far = list(edits(self.source, self.source.nodes_on(lines), check))
+        alike = self._alike([*near, *far]) if check in _OF_SEVERAL_LINES else []
         together = _together([*near, *far]) if check in _OF_SEVERAL_PLACES else iter(())
-        for edit in (*near, *(replace(edit, cost=2) for edit in far), *together):
+        if check != _EITHER_LINE:
+            far = [replace(edit, cost=2) for edit in far]
+        for edit in (*near, *alike, *far, *together):
             if edit.replacements not in seen:
                 seen.add(edit.replacements)
                 yield edit
 
-    def _lines(self) -> set[int]:
-        """Return the lines that run when the subject is built and called."""
+    def _alike(self, single: Sequence[Edit]) -> list[Edit]:
+        """Return the edits of all lines that are alike but for their names: of `q = split(q)` and `k = split(k)`."""
+        by_pattern: dict[tuple[str, ...], list[Edit]] = {}
+        for edit in single:
+            line = _NAME.sub("_", self.source.line_at(edit.replacements[0].start))
+            texts = [replacement.text for replacement in edit.replacements]
+            patterns = [_NAME.sub("_", text) for text in texts]
+            by_pattern.setdefault((edit.row, line, *texts), []).append(edit)
+            if patterns != texts:
+                by_pattern.setdefault((edit.row, line, *patterns), []).append(edit)
+        groups = [edits for edits in by_pattern.values() if 1 < len(edits) <= _MOST_ALIKE]
+        return [replace(_joined(edits[0].row, edits), cost=2) for edits in groups]
+
+    def _lines(self, check: str) -> set[int]:
+        """Return the lines that run when the subject is built and called, and checked with a cache."""
+        if check == "cache":
+            return executed_lines(self.target.module, lambda: self.judge(self.source, SEEDS[0], [check]))
         with in_place_of(self.target.module, self.source.content) as module:
 
             def run() -> None:
@@ -148,20 +197,68 @@ class Search:
             outputs = self.outputs(source, SEEDS[0])
             if before.failure is None and not self._keeps_output(outputs, check):
                 return None
-            if before.failure is not None and not self._keeps_sizes(source, before.failure):
+            if before.failure is None and not self._in_use <= self.matrices_in_use(source):
+                return None
+            if before.failure is not None and not self._keeps_sizes(edit, source, before.failure):
                 return None
             if check != RAISES and self.judge(source, SEEDS[0], [check]).problems:
                 return None
             after = self.judge(source, SEEDS[0])
             if not _is_better(before, after, check) or not self._is_right_elsewhere(source, after):
                 return None
+            if check in _HIDES and not self._hides(source):
+                return None
+            if check == "padding" and self._turns_sight(source):
+                return None
+            if edit.row == "causal_mask_put_in" and not self._is_alike_in_heads(source):
+                return None
+            if check in _OF_SEVERAL_PLACES and self._puts_features_first(source):
+                return None
         except (Exception, SystemExit):  # an edited source may raise anything
             return None
-        return Trial(edit, source, after, outputs, self._changed_stages(source))
+        # Where a tensor is used twice, what reads it late is no more likely to be wrong than what reads it early.
+        changed = 0 if check == _EITHER_LINE else self._changed_stages(source)
+        return Trial(edit, source, after, outputs, changed)
+
+    def _hides(self, source: Source) -> bool:
+        """Return whether a source masks some key out; True where its weights are not computed."""
+        weights = [stage for name, stage in self.stages(source).items() if name.endswith(" weights")]
+        return not weights or any(bool((stage < _HIDDEN).any()) for stage in weights)
+
+    def _turns_sight(self, source: Source) -> bool:
+        """Return whether a key becomes visible to one query and hidden to another: padding is hidden from all alike."""
+        after = self.stages(source)
+        for name, weights in self._stages_before.items():
+            if not name.endswith(" weights") or name not in after or after[name].shape != weights.shape:
+                continue
+            was_seen, is_seen = weights > _HIDDEN, after[name] > _HIDDEN
+            appears, vanishes = (is_seen & ~was_seen).any(-2), (was_seen & ~is_seen).any(-2)
+            if bool((appears & vanishes).any()):
+                return True
+        return False
+
+    def _is_alike_in_heads(self, source: Source) -> bool:
+        """Return whether all heads of `batch heads query key` see the same keys: no wrong mask is left beside it."""
+        for name, weights in self.stages(source).items():
+            if name.endswith(" weights") and weights.dim() == 4:
+                seen = weights > _HIDDEN
+                if not bool((seen == seen[:, :1]).all()):
+                    return False
+        return True
+
+    def _puts_features_first(self, source: Source) -> bool:
+        """Return whether a source merges heads in another order than it splits them."""
+        with in_place_of(self.target.module, source.content):
+            merged = axes_of_stage(made(self.target, SEEDS[0], self._weights(SEEDS[0])), "concat")
+        return any(_FEATURES_FIRST in axes for axes in merged)
+
+    @cached_property
+    def _stages_before(self) -> dict[str, Tensor]:
+        return self.stages(self.source)
 
     def _changed_stages(self, source: Source) -> int:
         """Return in how many stages an edited source computes other values."""
-        before, after = self.stages(self.source), self.stages(source)
+        before, after = self._stages_before, self.stages(source)
         return sum(not _are_close([tensor], [after[name]]) for name, tensor in before.items() if name in after)
 
     def stages(self, source: Source) -> dict[str, Tensor]:
@@ -169,14 +266,37 @@ class Search:
         with in_place_of(self.target.module, source.content):
             return stages_of(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
 
-    def _keeps_sizes(self, source: Source, failure: Failure) -> bool:
-        """Return whether the stages that were computed before a failure have the same sizes, in any order."""
-        sizes = {name.partition(" ")[2]: sorted(tensor.shape) for name, tensor in self.stages(source).items()}
-        return all(sizes.get(stage.name, sorted(stage.shape)) == sorted(stage.shape) for stage in failure.completed)
+    def _keeps_sizes(self, edit: Edit, source: Source, failure: Failure) -> bool:
+        """Return whether the stages that were computed before a failure have the same sizes, in any order.
+
+        Where something is repeated along another axis they have as many elements.
+        """
+        after = {name.partition(" ")[2]: tensor for name, tensor in self.stages(source).items()}
+        for stage in failure.completed:
+            tensor = after.get(stage.name)
+            if tensor is None or sorted(tensor.shape) == sorted(stage.shape):
+                continue
+            if edit.row != "dim_of_repeat" or tensor.numel() != prod(stage.shape):
+                return False
+        return True
+
+    @cached_property
+    def _outputs_before(self) -> list[Tensor]:
+        return self.outputs(self.source, SEEDS[0])
+
+    @cached_property
+    def _in_use(self) -> set[str]:
+        """The matrices of the original module that have a part in its outputs: with a fix they still have."""
+        return self.matrices_in_use(self.source)
+
+    def matrices_in_use(self, source: Source) -> set[str]:
+        """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
+        with in_place_of(self.target.module, source.content):
+            return matrices_in_use(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
 
     def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
         """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""
-        before = self.outputs(self.source, SEEDS[0])
+        before = self._outputs_before
         if check == "cache":  # what is kept for the next call may change
             before, outputs = before[:1], outputs[:1]
         if shapes_of(before) != shapes_of(outputs):

@@ -11,6 +11,8 @@ from itertools import accumulate
 
 _BOM = b"\xef\xbb\xbf"
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)?")
+TURNS = ("transpose", "swapaxes", "permute")
+"""Methods that put axes in another order."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -65,6 +67,12 @@ class Source:
         start, end = self.span(node)
         return self.content[start:end].decode()
 
+    def line_at(self, offset: int) -> str:
+        """Return the line that a byte is in, as the user wrote it."""
+        start = self.content.rfind(b"\n", 0, offset) + 1
+        end = self.content.find(b"\n", offset)
+        return self.content[start : None if end < 0 else end].decode()
+
     def instead(self, node: ast.AST, text: str) -> Replacement:
         """Return the replacement of a whole expression."""
         return Replacement(*self.span(node), text)
@@ -109,6 +117,32 @@ class Source:
     def function_of(self, node: ast.AST) -> Function | None:
         """Return the innermost function with a parameter that an expression is in; None outside of any."""
         return self._functions.get(node)
+
+    def target_of(self, node: ast.AST) -> str:
+        """Return the variable that an expression, or what is made of it alone, is assigned to; empty for others."""
+        return self._targets.get(node, "")
+
+    @cached_property
+    def _targets(self) -> dict[ast.AST, str]:
+        targets: dict[ast.AST, str] = {}
+        for statement in ast.walk(self.tree):
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+                continue
+            value: ast.AST | None = statement.value
+            while value is not None:
+                targets[value] = statement.targets[0].id
+                owner = value.func if isinstance(value, ast.Call) else None
+                value = owner.value if isinstance(owner, ast.Attribute) else None
+        return targets
+
+    def is_turned(self, node: ast.AST) -> bool:
+        """Return whether the axes of what an expression makes are put in another order at once."""
+        return node in self._turned
+
+    @cached_property
+    def _turned(self) -> set[ast.AST]:
+        methods = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute) and node.attr in TURNS]
+        return {method.value for method in methods}
 
     def is_of_constructor(self, node: ast.AST) -> bool:
         """Return whether an expression is in `__init__`, where other names make another module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -109,6 +110,37 @@ def outputs_of(subject: Subject, *, training: bool = False) -> list[Tensor]:
         return [tensor.detach().clone() for _, tensor in tensors_in(returned)]
 
 
+_NO_PART = 1e-6
+"""Gradients that are smaller than the largest by this factor are rounding."""
+
+
+def matrices_in_use(subject: Subject) -> set[str]:
+    """Return the names of the parameters, of two dimensions or more, that have a part in the outputs in eval mode.
+
+    A bias of keys has none with a softmax over keys, so those of one dimension are left out.
+    """
+    with subject.settings(), subject.apart() as fresh, torch.enable_grad():
+        fresh.module.eval()
+        matrices = {name: weight for name, weight in fresh.module.named_parameters() if weight.dim() > 1}
+        outputs = [tensor for _, tensor in tensors_in(fresh.plain()) if tensor.requires_grad]
+        if not outputs or not matrices:
+            return set()
+        weighted = [(tensor * torch.randn(tensor.shape, device=tensor.device)).sum() for tensor in outputs]
+        total = torch.stack([part.double() for part in weighted]).sum()
+        grads = torch.autograd.grad(total, list(matrices.values()), allow_unused=True)
+    sizes = {name: _size(grad) for name, grad in zip(matrices, grads, strict=True)}
+    least = max(sizes.values()) * _NO_PART
+    return {name for name, size in sizes.items() if size > least}
+
+
+def _size(gradient: Tensor | None) -> float:
+    """Return the largest number of a gradient; 0 without one. What is not finite counts as 1."""
+    if gradient is None or not gradient.numel():
+        return 0.0
+    largest = float(gradient.abs().max())
+    return largest if math.isfinite(largest) else 1.0
+
+
 def stages_of(subject: Subject) -> dict[str, Tensor]:
     """Return the stages of each attention of a run in eval mode: `0 scores`; none if the forward raises."""
     with subject.settings(), subject.apart() as fresh, torch.no_grad():
@@ -120,6 +152,14 @@ def stages_of(subject: Subject) -> dict[str, Tensor]:
             if stage.id in run.recording.values:
                 tensors[f"{number} {name}"] = run.recording.values[stage.id]
     return tensors
+
+
+def axes_of_stage(subject: Subject, stage: str) -> list[str]:
+    """Return the axes of a stage of each attention that has it, in a run in eval mode."""
+    with subject.settings(), subject.apart() as fresh, torch.no_grad():
+        fresh.module.eval()
+        run = run_and_record(fresh.module, fresh.args, fresh.kwargs)
+    return [names.of_stage(stage) for attention, names in run.attentions if stage in attention.stages]
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -52,6 +52,7 @@ def fixed(target: Target) -> Fixed:
         source, judged = trial.source, trial.judged
         search = Search(target, source, weights)
     reason = found.reason
+    rivals = found.rivals if source is first else ()
     if problems_of(judged) and source is not first:
         # An edit for one of several problems may be wrong where the others remain.
         reason = f"An edit fixes a part of the problems, and {len(problems_of(judged))} remain. {reason}"
@@ -65,6 +66,7 @@ def fixed(target: Target) -> Fixed:
         problems=problems_of(before),
         patch=patch_of(path, first, source),
         alternative="" if source is first else alternative,
+        rivals=tuple(patch_of(path, first, rival.source) for rival in rivals),
         remaining=problems_of(judged),
         reason=reason,
         edits_run=tried,

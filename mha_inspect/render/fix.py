@@ -21,5 +21,7 @@ def _sections(report: FixReport) -> Iterator[Section]:
         yield section("patch", Verbatim(tuple(report.patch.splitlines())))
     if report.alternative:
         yield section("or, with equal outputs", Verbatim(tuple(report.alternative.splitlines())))
+    for number, rival in enumerate(report.rivals, 1):
+        yield section(f"edit {number}: its outputs differ from the others'", Verbatim(tuple(rival.splitlines())))
     if report.reason:
         yield section("", Paragraph(report.reason))

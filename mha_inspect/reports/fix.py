@@ -27,6 +27,8 @@ class FixReport(Report):
     """A unified diff that was run; empty if none was found."""
     alternative: str
     """Another patch that is as small, with equal outputs; empty if there is none."""
+    rivals: tuple[str, ...]
+    """Patches that are equally small and whose outputs differ: which one is meant is not known, so none is written."""
     remaining: tuple[Finding, ...]
     """The problems that remain with the patch."""
     reason: str

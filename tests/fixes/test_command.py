@@ -89,10 +89,21 @@ def test_nothing_wrong_is_nothing_to_fix(invoke: Callable[..., Any], file: Path)
 
 def test_a_problem_without_a_patch_remains(invoke: Callable[..., Any], file: Path) -> None:
     file.write_text(RIGHT, encoding="utf-8")
-    code, out, _ = invoke("fix", file.name, "--causal", "--write")
+    code, out, _ = invoke("fix", file.name, "--window", "3", "--write")
     assert code == 1
     assert "no patch" in out.splitlines()[0]
     assert not list(file.parent.glob("*.orig"))
+
+
+def test_edits_with_other_outputs_are_all_shown_and_none_is_written(invoke: Callable[..., Any], file: Path) -> None:
+    wrong = RIGHT.replace("q @ k.transpose", "q @ q.transpose")
+    file.write_text(wrong, encoding="utf-8")
+    code, out, _ = invoke("fix", file.name, "--write")
+    assert code == 1
+    assert "+        scores = k @ q.transpose(-2, -1) / q.shape[-1] ** 0.5" in out
+    assert "+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5" in out
+    assert "their outputs differ" in out
+    assert file.read_text(encoding="utf-8") == wrong
 
 
 def test_a_link_is_refused(invoke: Callable[..., Any], file: Path) -> None:

@@ -73,6 +73,7 @@ FIX = FixReport(
     ),
     patch="--- a/attention.py\n+++ b/attention.py\n@@ -20 +20 @@\n-w = s.softmax(1)\n+w = s.softmax(-1)\n",
     alternative="",
+    rivals=(),
     remaining=(),
     reason="",
     edits_run=12,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations
 
 from ..grammar import RAISES, Ways, row
-from ..source import Source
+from ..source import TURNS, Replacement, Source
 from .calls import argument, is_method, is_simple, is_whole, name_of, number_of
 
 _VIEWS = ("view", "reshape")
@@ -54,6 +54,8 @@ def transpose_after_view(node: ast.AST, source: Source) -> Ways:
     x.view(b, n, h, d) -> x.view(b, n, h, d).transpose(1, 2)
     x.unflatten(-1, (h, d)) -> x.unflatten(-1, (h, d)).transpose(1, 2)
     """
+    if source.is_turned(node):
+        return
     if len(_sizes(node)) == 4 or (name_of(node) == "unflatten" and is_method(node)):
         yield [source.after(node, ".transpose(1, 2)")]
 
@@ -71,8 +73,42 @@ def transpose_before_view(node: ast.AST, source: Source) -> Ways:
         return
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Attribute)
+    if name_of(node.func.value) in TURNS:
+        return  # its dimensions are to be changed
     renamed = [source.renamed(node.func, "reshape")] if node.func.attr == "view" else []
     yield [source.before_method(node.func, ".transpose(1, 2)"), *renamed]
+
+
+@row("heads", "batch", RAISES)
+def permute_before_view(node: ast.AST, source: Source) -> Ways:
+    """Put the batch and the positions before the heads, and join then.
+
+    out.view(b, n, -1) -> out.permute(1, 2, 0, 3).reshape(b, n, -1)
+    """
+    if len(_sizes(node)) not in (2, 3):
+        return
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    for order in ("1, 2, 0, 3", "2, 0, 1, 3"):
+        yield [source.before_method(node.func, f".permute({order})"), source.renamed(node.func, "reshape")]
+
+
+@row("rotary", "heads")
+def transpose_before_function(node: ast.AST, source: Source) -> Ways:
+    """Transpose what a function is given, in the place of what it returns.
+
+    rotary(q).transpose(1, 2) -> rotary(q.transpose(1, 2))
+    """
+    if name_of(node) not in ("transpose", "swapaxes", "permute") or not is_method(node):
+        return
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    called = node.func.value
+    if not isinstance(called, ast.Call) or not called.args or not is_simple(called.args[0]):
+        return
+    start, end = source.point(node.func), source.span(node)[1]
+    moved = source.content[start:end].decode()
+    yield [source.without_method(node), source.after(called.args[0], moved)]
 
 
 @row("batch", "mixing")
@@ -115,8 +151,10 @@ def other_dims_of_transpose(node: ast.AST, source: Source) -> Ways:
         return
     written = [number_of(dim) for dim in node.args]
     for dims in ((0, 1), (1, 2), (-2, -1)):
-        if written not in ([*dims], [*reversed(dims)]):
-            yield [source.instead(dim, str(number)) for dim, number in zip(node.args, dims, strict=True)]
+        if written in ([*dims], [*reversed(dims)]):
+            continue
+        pairs = zip(node.args, dims, strict=True)
+        yield [source.instead(dim, str(number)) for dim, number in pairs if number_of(dim) != number]
 
 
 @row(*_ORDER, "grouped", "rotary")
@@ -148,7 +186,7 @@ def _swaps(texts: list[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(order)
 
 
-@row(*_ORDER, "softmax", "parameters", "grouped", "rotary", "repeat")
+@row(*_ORDER, "softmax", "parameters", "grouped", "rotary", "repeat", "finite", "window")
 def without_method(node: ast.AST, source: Source) -> Ways:
     """Remove a call that moves, repeats or cuts off a tensor.
 
@@ -235,7 +273,11 @@ def repeat_of_each(node: ast.AST, source: Source) -> Ways:
 
     k.repeat(1, 2, 1, 1) -> k.repeat_interleave(2, 1)
     mask.repeat(heads, 1) -> mask.repeat_interleave(heads, 0)
+    mask.repeat_interleave(heads, 0) -> mask.repeat(heads, 1, 1)
+    torch.cat([k] * times, dim=1) -> k.repeat_interleave(times, dim=1)
     """
+    yield from _tiled_again(node, source)
+    yield from _each_of_joined(node, source)
     if name_of(node) != "repeat" or not is_method(node):
         return
     assert isinstance(node, ast.Call)
@@ -248,6 +290,83 @@ def repeat_of_each(node: ast.AST, source: Source) -> Ways:
     start = source.point(node.func)
     code = f".repeat_interleave({source.code(times)}, {place})"
     yield [type(source.after(node, ""))(start, end, code)]
+
+
+def _tiled_again(node: ast.AST, source: Source) -> Ways:
+    """Yield all items of a batch behind one another, where each was repeated in turn."""
+    if name_of(node) != "repeat_interleave" or not is_method(node):
+        return
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    dim = argument(node, "dim", 1)
+    if number_of(dim) != 0 or not node.args:
+        return
+    start, end = source.point(node.func), source.span(node)[1]
+    times = source.code(node.args[0])
+    for ones in (", 1", ", 1, 1", ", 1, 1, 1"):
+        yield [Replacement(start, end, f".repeat({times}{ones})")]
+
+
+def _each_of_joined(node: ast.AST, source: Source) -> Ways:
+    """Yield each head in turn, where a list of one tensor several times is joined."""
+    if name_of(node) not in ("cat", "concat") or is_method(node):
+        return
+    assert isinstance(node, ast.Call)
+    parts = node.args[0] if node.args else None
+    dim = argument(node, "dim", 0)
+    if not isinstance(parts, ast.BinOp) or not isinstance(parts.op, ast.Mult) or dim is None:
+        return
+    if isinstance(parts.left, (ast.List, ast.Tuple)) and len(parts.left.elts) == 1:
+        tensor, times = source.code(parts.left.elts[0]), source.code(parts.right)
+        yield [source.instead(node, f"{tensor}.repeat_interleave({times}, dim={source.code(dim)})")]
+
+
+@row("heads", "batch", "mixing", RAISES)
+def order_of_sizes(node: ast.AST, source: Source) -> Ways:
+    """View with the first two sizes in the other order.
+
+    x.view(heads, batch, -1, d) -> x.view(batch, heads, -1, d)
+    """
+    sizes = _sizes(node)
+    if len(sizes) == 4:
+        first, second = sizes[:2]
+        yield [source.instead(first, source.code(second)), source.instead(second, source.code(first))]
+
+
+@row("grouped", "heads", RAISES)
+def dim_of_repeat(node: ast.AST, source: Source) -> Ways:
+    """Repeat along another axis.
+
+    k.repeat_interleave(n, dim=1) -> k.repeat_interleave(n, dim=2)
+    torch.repeat_interleave(k, n, 1) -> torch.repeat_interleave(k, n, 2)
+    """
+    if name_of(node) != "repeat_interleave":
+        return
+    assert isinstance(node, ast.Call)
+    dim = argument(node, "dim", 1)
+    if dim is None:
+        return
+    for number in (1, 2, -2):
+        if number_of(dim) != number:
+            yield [source.instead(dim, str(number))]
+
+
+@row(RAISES, "parameters")
+def dim_of_split(node: ast.AST, source: Source) -> Ways:
+    """Split the features, which are the last axis.
+
+    x.split(c, dim=1) -> x.split(c, dim=-1)
+    torch.chunk(x, 3, 1) -> torch.chunk(x, 3, -1)
+    x.chunk(3) -> x.chunk(3, dim=-1)
+    """
+    if name_of(node) not in ("split", "chunk"):
+        return
+    assert isinstance(node, ast.Call)
+    dim = argument(node, "dim", 1)
+    if dim is not None and number_of(dim) != -1:
+        yield [source.instead(dim, "-1")]
+    elif dim is None and node.args:
+        yield [source.after(node.args[-1], ", dim=-1")]
 
 
 @row("heads", "batch")

@@ -54,3 +54,13 @@ def is_whole(node: ast.AST | None) -> bool:
 def is_simple(node: ast.AST) -> bool:
     """Return whether an expression may be followed by a point or a bracket as it stands."""
     return isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+
+
+def starts_in(function: ast.AST | None) -> list[str]:
+    """Return the names in a function that may say where a call begins; none outside of any function."""
+    names: dict[str, None] = {}
+    for part in () if function is None else ast.walk(function):
+        name = part.arg if isinstance(part, ast.arg) else part.id if isinstance(part, ast.Name) else ""
+        if any(word in name for word in ("start", "offset", "past", "pos")):
+            names[name] = None
+    return list(names)

@@ -6,8 +6,8 @@ import ast
 from itertools import combinations
 
 from ..grammar import RAISES, Ways, row
-from ..source import Source
-from .calls import argument, is_method, is_simple, name_of, number_of
+from ..source import Replacement, Source
+from .calls import argument, is_method, is_simple, name_of, number_of, starts_in
 
 _MASKS = ("causal", "window", "padding", "masking", "finite", "softmax", "cache")
 _MASK_ARGUMENTS = ("attn_mask", "key_padding_mask", "src_key_padding_mask", "mask")
@@ -167,6 +167,8 @@ def diagonal_of_mask(node: ast.AST, source: Source) -> Ways:
     torch.triu(ones, diagonal=2) -> torch.triu(ones, diagonal=1)
     ones.triu() -> ones.triu(1)
     ones.triu(offset) -> ones.triu(1 + offset)
+    ones.triu(2 + offset) -> ones.triu(1 + offset)
+    lambda ones, start: ones.triu(1) -> lambda ones, start: ones.triu(1 + start)
     """
     if name_of(node) not in ("triu", "tril"):
         return
@@ -182,10 +184,17 @@ def diagonal_of_mask(node: ast.AST, source: Source) -> Ways:
     if number is not None:
         for nearby in (number - 1, number + 1):
             yield [source.instead(diagonal, str(int(nearby)))]
+        for start in starts_in(source.function_of(node)):
+            yield [source.instead(diagonal, f"{int(number)} + {start}")]
         return
     yield [source.instead(diagonal, f"1 + {source.code(diagonal)}")]
-    if isinstance(diagonal, ast.BinOp) and isinstance(diagonal.op, ast.Add) and number_of(diagonal.left) == 1:
+    if not isinstance(diagonal, ast.BinOp) or not isinstance(diagonal.op, ast.Add):
+        return
+    first = number_of(diagonal.left)
+    if first == 1:
         yield [source.instead(diagonal, source.code(diagonal.right))]
+    elif first is not None:
+        yield [source.instead(diagonal.left, str(int(first) - 1))]
 
 
 @row(*_MASKS)
@@ -222,6 +231,58 @@ def with_or_without_equal(node: ast.AST, source: Source) -> Ways:
     if operator is not None:
         start, end = operator
         yield [type(source.after(node, ""))(start, end, f" {_WITH_EQUAL[type(node.ops[0])]} ")]
+
+
+@row("causal", "window")
+def other_direction(node: ast.AST, source: Source) -> Ways:
+    """See the keys on the other side, or those that two conditions agree on.
+
+    j >= i -> j <= i
+    (j <= i) | (i - j < 4) -> (j <= i) & (i - j < 4)
+    """
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _WITH_EQUAL:
+        operator = _operator(node, source)
+        if operator is not None:
+            start, end = operator
+            sign = source.content[start:end].decode()
+            turned = sign.replace("<", "\0").replace(">", "<").replace("\0", ">")
+            yield [Replacement(start, end, turned)]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        _, start = source.span(node.left)
+        end, _ = source.span(node.right)
+        yield [Replacement(start, end, source.content[start:end].decode().replace("|", "&"))]
+
+
+@row("padding", "masking", "batch")
+def of_each_item(node: ast.AST, source: Source) -> Ways:
+    """Take the mask of each item, not that of the first.
+
+    mask[:1, None] -> mask[:, None]
+    mask[:1] -> mask
+    """
+    if not isinstance(node, ast.Subscript):
+        return
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    if not isinstance(first, ast.Slice) or first.lower is not None or number_of(first.upper) != 1:
+        return
+    if first is node.slice:
+        yield [source.instead(node, source.code(node.value))]
+    else:
+        yield [source.instead(first, ":")]
+
+
+@row("masking", "padding", "softmax")
+def filled_with_lowest(node: ast.AST, source: Source) -> Ways:
+    """Mask the scores out, where zeros and ones are added or multiplied.
+
+    scores + mask[:, None] -> scores.masked_fill(mask[:, None] == 0, float("-inf"))
+    scores * mask -> scores.masked_fill(mask == 0, float("-inf"))
+    """
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
+        return
+    scores, mask = node.left, node.right
+    if is_simple(scores) and isinstance(mask, (ast.Name, ast.Subscript, ast.Attribute)):
+        yield [source.instead(node, f"{source.code(scores)}.masked_fill({source.code(mask)} == 0, {_LOWEST})")]
 
 
 @row("causal", "window")

@@ -6,7 +6,7 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Source
-from .calls import name_of
+from .calls import name_of, number_of
 
 
 @row("parameters", "heads", RAISES)
@@ -51,6 +51,9 @@ def attribute_used_twice(node: ast.AST, source: Source) -> Ways:
     for part in ast.walk(source.tree):
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == owner.id:
             names[part.attr] = None
+    target = source.target_of(node)
+    if target and target[0].lower() in node.func.attr.lower():
+        return  # it is called as the variable that it makes: `k = self.w_k(x)` is not the line with the mistake
     for name in names:
         if name != node.func.attr:
             yield [source.renamed(node.func, name)]
@@ -118,11 +121,88 @@ def without_function(node: ast.AST, source: Source) -> Ways:
     """Pass a tensor on as it is.
 
     [q, rope(v, places)] -> [q, v]
+    [q, self.rope(v, places)] -> [q, v]
     """
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or source.is_of_constructor(node):
+    if not isinstance(node, ast.Call) or source.is_of_constructor(node):
+        return
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    is_own = isinstance(owner, ast.Name) and owner.id == "self"
+    if not is_own and not isinstance(node.func, ast.Name):
         return
     if node.args and is_plain(node.args[0]) and not isinstance(node.args[0], ast.Starred):
         yield [source.instead(node, source.code(node.args[0]))]
+
+
+@row("rotary", "cache")
+def function_of_neighbour(node: ast.AST, source: Source) -> Ways:
+    """Do with a tensor what is done with the one beside it.
+
+    [turned(q, start), k] -> [turned(q, start), turned(k, start)]
+    """
+    if not isinstance(node, (ast.Tuple, ast.List)):
+        return
+    called = [part for part in node.elts if isinstance(part, ast.Call) and part.args]
+    plain = [part for part in node.elts if isinstance(part, ast.Name)]
+    for call in called:
+        given = call.args[0] if isinstance(call, ast.Call) else None
+        if not isinstance(given, ast.Name):
+            continue
+        start, end = source.span(given)
+        first, last = source.span(call)
+        before, after = source.content[first:start].decode(), source.content[end:last].decode()
+        for name in plain:
+            yield [source.instead(name, f"{before}{name.id}{after}")]
+
+
+@row("cache")
+def exchanged_names(node: ast.AST, source: Source) -> Ways:
+    """Keep two tensors in the other order.
+
+    (v, k) -> (k, v)
+    """
+    if isinstance(node, ast.Tuple) and len(node.elts) == 2 and all(isinstance(part, ast.Name) for part in node.elts):
+        left, right = node.elts
+        yield [source.instead(left, source.code(right)), source.instead(right, source.code(left))]
+
+
+@row("cache")
+def other_of_two(node: ast.AST, source: Source) -> Ways:
+    """Read the other one of two cached tensors.
+
+    past[0] -> past[1]
+    """
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        number = number_of(node.slice)
+        if number in (0, 1):
+            yield [source.instead(node.slice, str(1 - int(number)))]
+
+
+@row(RAISES)
+def other_size_of_shape(node: ast.AST, source: Source) -> Ways:
+    """Read another size of a shape.
+
+    x.shape[1] -> x.shape[-2]
+    """
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Attribute) or node.value.attr != "shape":
+        return
+    number = number_of(node.slice)
+    for other in (-2, -1, 0, 1):
+        if number is not None and number != other:
+            yield [source.instead(node.slice, str(other))]
+
+
+@row("batch", "mixing")
+def without_term(node: ast.AST, source: Source) -> Ways:
+    """Drop what is added of the same tensor.
+
+    y + 0.1 * y.roll(1, 0) -> y
+    """
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Sub)):
+        return
+    left, right = node.left, node.right
+    names = {part.id for part in ast.walk(right) if isinstance(part, ast.Name)}
+    if isinstance(left, ast.Name) and left.id in names:
+        yield [source.instead(node, left.id)]
 
 
 @row("batch", "padding", "heads")

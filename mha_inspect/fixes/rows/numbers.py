@@ -6,7 +6,7 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Source
-from .calls import argument, is_method, is_simple, name_of, number_of
+from .calls import argument, is_method, is_simple, name_of, number_of, starts_in
 
 
 @row("repeat", "training")
@@ -16,14 +16,20 @@ def dropout_in_training(node: ast.AST, source: Source) -> Ways:
     lambda self, w: F.dropout(w, 0.1) -> lambda self, w: F.dropout(w, 0.1, self.training)
     lambda self, w: F.dropout(w, 0.1, training=True) -> lambda self, w: F.dropout(w, 0.1, training=self.training)
     lambda self, q: attend(q, dropout_p=0.1) -> lambda self, q: attend(q, dropout_p=0.1 if self.training else 0.0)
+    lambda self, w: nn.Dropout(0.1)(w) -> lambda self, w: nn.functional.dropout(w, 0.1, self.training)
     """
     function = source.function_of(node)
     if not isinstance(node, ast.Call) or function is None:
         return
     training = f"{function.args.args[0].arg}.training"
     for keyword in node.keywords:
-        if keyword.arg == "dropout_p" and number_of(keyword.value):
+        if keyword.arg == "dropout_p" and (number_of(keyword.value) or is_simple(keyword.value)):
             yield [source.after(keyword.value, f" if {training} else 0.0")]
+    made = node.func
+    if name_of(made) == "Dropout" and isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute):
+        arguments = ", ".join(map(source.code, (*node.args, *made.args)))
+        module = source.code(made.func.value)
+        yield [source.instead(node, f"{module}.functional.dropout({arguments}, {training})")]
     if name_of(node) != "dropout" or is_method(node):
         return
     given = argument(node, "training", 1)
@@ -41,6 +47,7 @@ def sign_of_rotation(node: ast.AST, source: Source) -> Ways:
     """Give the first half of a rotation its minus.
 
     torch.cat((x2, x1), dim=-1) -> torch.cat((-x2, x1), dim=-1)
+    torch.cat((-x1, x2), dim=-1) -> torch.cat((-x2, x1), dim=-1)
     """
     if name_of(node) not in ("cat", "concat", "stack"):
         return
@@ -48,6 +55,12 @@ def sign_of_rotation(node: ast.AST, source: Source) -> Ways:
     parts = node.args[0] if node.args else None
     if isinstance(parts, (ast.Tuple, ast.List)) and len(parts.elts) == 2 and is_simple(parts.elts[0]):
         yield [source.instead(parts.elts[0], f"-{source.code(parts.elts[0])}")]
+    if not isinstance(parts, (ast.Tuple, ast.List)) or len(parts.elts) != 2:
+        return
+    first, second = parts.elts
+    if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.USub):
+        negated = first.operand
+        yield [source.instead(negated, source.code(second)), source.instead(second, source.code(negated))]
 
 
 @row("cache", "rotary")
@@ -56,40 +69,42 @@ def positions_from_start(node: ast.AST, source: Source) -> Ways:
 
     lambda n, start: torch.arange(n) -> lambda n, start: torch.arange(start, start + n)
     lambda x, start: turned(x, 0) -> lambda x, start: turned(x, start)
+    lambda n, start: table[:n] -> lambda n, start: table[start : start + n]
     """
     function = source.function_of(node)
-    if not isinstance(node, ast.Call) or function is None:
+    if function is None:
         return
-    starts = _starts_in(function)
+    starts = starts_in(function)
+    if isinstance(node, ast.Slice) and node.lower is None and node.upper is not None:
+        count = source.code(node.upper)
+        yield from ([source.instead(node, f"{start} : {start} + {count}")] for start in starts if start != count)
+    if not isinstance(node, ast.Call):
+        return
     if name_of(node) == "arange" and len(node.args) == 1:
-        count = node.args[0]
-        yield from ([source.instead(count, f"{start}, {start} + {source.code(count)}")] for start in starts)
+        number = node.args[0]
+        yield from ([source.instead(number, f"{start}, {start} + {source.code(number)}")] for start in starts)
         return
     for given in node.args:
         if number_of(given) == 0:
             yield from ([source.instead(given, start)] for start in starts)
 
 
-def _starts_in(function: ast.AST) -> list[str]:
-    """Return the names in a function that may say where a call begins."""
-    names: dict[str, None] = {}
-    for part in ast.walk(function):
-        name = part.arg if isinstance(part, ast.arg) else part.id if isinstance(part, ast.Name) else ""
-        if any(word in name for word in ("start", "offset", "past", "pos")):
-            names[name] = None
-    return list(names)
-
-
 @row("cache")
 def slice_of_cache(node: ast.AST, source: Source) -> Ways:
-    """Drop a slice of what is kept.
+    """Drop a slice of what is kept, unless it is as long as the module says.
 
     (k[:, :, -t:], v[:, :, -t:]) -> (k, v)
     """
     if not isinstance(node, ast.Tuple) or len(node.elts) != 2:
         return
-    if all(isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Tuple) for part in node.elts):
-        yield [source.instead(part, source.code(part.value)) for part in node.elts]  # type: ignore[attr-defined]
+    whole = []
+    for part in node.elts:
+        if not isinstance(part, ast.Subscript) or not isinstance(part.slice, ast.Tuple):
+            return
+        if not all(isinstance(index, ast.Slice) for index in part.slice.elts) or "self." in source.code(part.slice):
+            return
+        whole.append(source.instead(part, source.code(part.value)))
+    yield whole
 
 
 @row(RAISES)

@@ -84,13 +84,18 @@ def size_under_root(node: ast.AST, source: Source) -> Ways:
 
     [self.head_dim, math.sqrt(self.dim)] -> [self.head_dim, math.sqrt(self.head_dim)]
     [self.head_dim, self.dim ** -0.5] -> [self.head_dim, self.head_dim ** -0.5]
+    [q @ k.mT * C ** -0.5] -> [q @ k.mT * q.shape[-1] ** -0.5]
+    [self.dim // self.heads, self.dim ** 0.5] -> [self.dim // self.heads, (self.dim // self.heads) ** 0.5]
     """
     size = _under_root(node, source)
     if size is None:
         return
-    for name in _attributes_of_self(source):
-        if name != source.code(size):
-            yield [source.instead(size, name)]
+    sizes = [*_attributes_of_self(source), *_sizes_of_queries(source), *_quotients(source)]
+    for name in sizes:
+        if name == source.code(size):
+            continue
+        needs_brackets = "//" in name and isinstance(node, ast.BinOp)
+        yield [source.instead(size, f"({name})" if needs_brackets else name)]
 
 
 def _under_root(node: ast.AST, source: Source) -> ast.expr | None:
@@ -100,6 +105,31 @@ def _under_root(node: ast.AST, source: Source) -> ast.expr | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_simple(node.left):
         return node.left if source.code(node.right) in ("0.5", "-0.5") else None
     return None
+
+
+def _sizes_of_queries(source: Source) -> list[str]:
+    """Return the last size of each left operand of a product: `q.shape[-1]` of `q @ k.mT` and of `q.bmm(k.mT)`."""
+    names: dict[str, None] = {}
+    for node in ast.walk(source.tree):
+        left: ast.AST | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            left = node.left
+        elif name_of(node) in _PRODUCTS:
+            assert isinstance(node, ast.Call)
+            owner = node.func.value if is_method(node) and isinstance(node.func, ast.Attribute) else None
+            left = owner or next((given for given in node.args if isinstance(given, ast.Name)), None)
+        if isinstance(left, ast.Name):
+            names[f"{left.id}.shape[-1]"] = None
+    return list(names)
+
+
+def _quotients(source: Source) -> list[str]:
+    """Return the whole quotients that a file divides, as `dim // heads`: the width of a head is one."""
+    quotients: dict[str, None] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            quotients[source.code(node)] = None
+    return list(quotients)
 
 
 def _attributes_of_self(source: Source) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from ..grammar import Ways, row
-from ..source import Source
+from ..source import Replacement, Source
 from .calls import argument, is_method, is_simple, name_of, number_of
 
 _HIDDEN = 'float("-inf")'
@@ -31,6 +31,40 @@ def axis_of_softmax(node: ast.AST, source: Source) -> Ways:
         yield [source.after(node.args[-1], ", dim=-1")]
 
 
+@row("softmax")
+def softmax_once(node: ast.AST, source: Source) -> Ways:
+    """Take one softmax.
+
+    F.softmax(F.softmax(s, dim=-1), dim=-1) -> F.softmax(s, dim=-1)
+    """
+    if name_of(node) != "softmax" or not isinstance(node, ast.Call) or not node.args:
+        return
+    inner = node.args[0]
+    if name_of(inner) == "softmax":
+        yield [source.instead(node, source.code(inner))]
+
+
+@row("causal", "softmax")
+def causal_mask_put_in(node: ast.AST, source: Source) -> Ways:
+    """Mask the later keys out.
+
+    s.softmax(-1) -> s.masked_fill(torch.ones_like(s).tril() == 0, float("-inf")).softmax(-1)
+    F.softmax(s, dim=-1) -> F.softmax(s.masked_fill(torch.ones_like(s).tril() == 0, float("-inf")), dim=-1)
+    """
+    if name_of(node) != "softmax":
+        return
+    assert isinstance(node, ast.Call)
+    if is_method(node) and isinstance(node.func, ast.Attribute):
+        scores = node.func.value
+    elif node.args:
+        scores = node.args[0]
+    else:
+        return
+    code = source.code(scores)
+    masked = code if is_simple(scores) else f"({code})"
+    yield [source.instead(scores, f"{masked}.masked_fill(torch.ones_like({code}).tril() == 0, {_HIDDEN})")]
+
+
 def _softmax_of(node: ast.AST) -> ast.Call | None:
     """Return the softmax that is a method's tensor: `s.softmax(-1)` of `s.softmax(-1).tril()`; None without one."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -49,7 +83,9 @@ def mask_before_softmax(node: ast.AST, source: Source) -> Ways:
     s.softmax(-1).masked_fill(hidden, 0) -> s.masked_fill(hidden, float("-inf")).softmax(-1)
     s.softmax(-1).tril() -> s.masked_fill(torch.ones_like(s).tril() == 0, float("-inf")).softmax(-1)
     s.softmax(-1) * keep -> s.masked_fill(keep == 0, float("-inf")).softmax(-1)
+    F.softmax(s, dim=-1) * keep -> F.softmax(s.masked_fill(keep == 0, float("-inf")), dim=-1)
     """
+    yield from _of_function(node, source)
     hidden = _hidden_by(node, source)
     softmax = node.left if isinstance(node, ast.BinOp) else _softmax_of(node)
     if hidden is None or not isinstance(softmax, ast.Call):
@@ -59,6 +95,20 @@ def mask_before_softmax(node: ast.AST, source: Source) -> Ways:
     if is_simple(scores):
         method = source.content[source.point(softmax.func) : source.span(softmax)[1]].decode()
         yield [source.instead(node, f"{source.code(scores)}.masked_fill({hidden}, {_HIDDEN}){method}")]
+
+
+def _of_function(node: ast.AST, source: Source) -> Ways:
+    """Yield the mask before `F.softmax(scores)`, where its weights are multiplied by the mask."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult) or not is_simple(node.right):
+        return
+    softmax, keep = node.left, source.code(node.right)
+    if name_of(softmax) != "softmax" or is_method(softmax):
+        return
+    assert isinstance(softmax, ast.Call)
+    if softmax.args and is_simple(softmax.args[0]):
+        _, end = source.span(softmax)
+        removed = Replacement(end, source.span(node)[1], "")
+        yield [source.after(softmax.args[0], f".masked_fill({keep} == 0, {_HIDDEN})"), removed]
 
 
 def _hidden_by(node: ast.AST, source: Source) -> str | None:
