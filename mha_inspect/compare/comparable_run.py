@@ -357,6 +357,11 @@ class ComparedStage:
     """The places of the attentions on the left that make it: several if each head is an attention of its own."""
     right_places: range
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the difference; None without a difference."""
+        return None if self.difference is None else self.difference.verdict
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:

@@ -246,21 +246,24 @@ class Pair:
 
     def difference(self, stage: str) -> Difference | None:
         """Return the difference of a stage; None if it is the same, or cannot be compared."""
-        left, right = self.left.stage(stage), self.right.stage(stage)
+        left = self.left.stage(stage)
+        right = self.right.stage(stage)
         axes = CANONICAL_AXES[stage]
         if left is None or right is None:
             left, right = self._as_made(stage)
             axes = ""
-        if left is None or right is None or left.shape != right.shape or torch.equal(left, right):
+        if left is None or right is None or left.shape != right.shape:
             return None
-        left, right = left.detach(), right.detach()
+        if torch.equal(left, right):
+            return None
         if stage == "masked_scores":
             left = left.masked_fill(left < BLOCKED_BELOW, -torch.inf)
             right = right.masked_fill(right < BLOCKED_BELOW, -torch.inf)
         if axes:
             left = without_rows(stage, left, self.blind)
             right = without_rows(stage, right, self.blind)
-        return self.beside(stage, axes, left, right, self.noise(stage, left, right))
+        floor = self.noise(stage, left, right)
+        return self.beside(stage, axes, left.detach(), right.detach(), floor)
 
     def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""

@@ -27,23 +27,27 @@ def by_head(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
     Without an order nothing is written. One parameter may be read by several projections: then it cannot be written.
     """
     pairs = list(zip(left.weights, right.weights, strict=False))
-    has_all = not unreadable(left, right) and all(ours.shapes == theirs.shapes for ours, theirs in pairs)
-    if not has_all or all(_are_equal(ours.read(), theirs.read()) for ours, theirs in pairs):
+    if unreadable(left, right) or any(ours.shapes != theirs.shapes for ours, theirs in pairs):
+        yield ()
+        return
+    numbers = [ours.read() for ours, _ in pairs]
+    if _have_all(right, numbers):
         yield ()
         return
     before = {name: tensor.detach().clone() for name, tensor in weights_by_name(right).items()}
-    numbers = [ours.read() for ours, _ in pairs]
     try:
         right.forget()
         for (_, theirs), of_left in zip(pairs, numbers, strict=True):
             theirs.write(of_left)
-        is_written = all(
-            _are_equal(of_left, theirs.read()) for (_, theirs), of_left in zip(pairs, numbers, strict=True)
-        )
-        yield _orders(left, right, where) if is_written else ()
+        yield _orders(left, right, where) if _have_all(right, numbers) else ()
     finally:
         write_by_name(right, before)
         right.forget()
+
+
+def _have_all(side: ComparableRun, numbers: Sequence[Numbers]) -> bool:
+    """Return whether each attention of a side has these weights."""
+    return all(_are_equal(wanted, weights.read()) for wanted, weights in zip(numbers, side.weights, strict=True))
 
 
 def _are_equal(wanted: Numbers, after: Numbers) -> bool:
