@@ -357,6 +357,11 @@ class ComparedStage:
     """The places of the attentions on the left that make it: several if each head is an attention of its own."""
     right_places: range
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the difference; None without a difference."""
+        return None if self.difference is None else self.difference.verdict
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -417,14 +422,17 @@ class Comparison:
 
     def _noise(self, place: int, stage: str, left: Tensor, right: Tensor) -> float:
         """Return the larger rounding error of a stage, in the form in which both sides are compared."""
-        as_made = self.left.content(place, stage) is None or self.right.content(place, stage) is None
+        contents = self.left.content(place, stage), self.right.content(place, stage)
+        as_made = any(content is None for content in contents)
+        rows: Rows = ()
         # Up to its scores, the first attention is defined for every query, whatever the mask.
-        is_undefined = not as_made and (place or stage in _AFTER_A_MASK)
-        rows = self.masked[place] if is_undefined else ()
+        if not as_made and (place or stage in _AFTER_A_MASK):
+            rows = self.masked[place]
         floors = []
         for run in self._measured:
             like = right if run is self.left else left
-            floors.append(run.floor(place, stage, like, rows, as_made=as_made))
+            floor = run.floor(place, stage, like, rows, as_made=as_made)
+            floors.append(floor)
         return max(floors)
 
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
@@ -450,29 +458,39 @@ class Comparison:
         """Return a stage on both sides, with the difference if it can be measured."""
         beside = self._beside(place, stage)
         if beside.left is None or beside.right is None:
-            return self._compared_as_made(place, stage) or beside
+            return self._compared_as_made(beside) or beside
         left, right, note = self._with_all_heads(place, stage, beside.left, beside.right)
-        axes = CANONICAL_AXES[stage].split()
-        if beside.left.shape != beside.right.shape and "key" in axes:
+        axes = CANONICAL_AXES[stage]
+        names = axes.split()
+        if beside.left.shape != beside.right.shape and "key" in names:
             keys = max(self.left.filled(place), self.right.filled(place))
-            left = _first(keys, left, axes.index("key"))
-            right = _first(keys, right, axes.index("key"))
-        difference = compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
-        if difference.compared != CANONICAL_AXES[stage]:
+            axis = names.index("key")
+            left = _first(keys, left, axis)
+            right = _first(keys, right, axis)
+        difference = self._difference(place, stage, left, right)
+        if difference.compared != axes:
             note = f"compared by {difference.compared}"
-        return replace(beside, difference=replace(difference, note=difference.note or note))
+        if not difference.note:
+            difference = replace(difference, note=note)
+        return replace(beside, difference=difference)
+
+    def _difference(self, place: int, stage: str, left: Tensor, right: Tensor) -> StageDifference:
+        """Return the difference of a stage, judged by the larger rounding error."""
+        return compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
 
     def _with_all_heads(self, place: int, stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
         """Return a stage of both sides with keys or values for every query head, and which of them were repeated."""
         if stage not in _BY_KEY_HEAD or left.numel() == right.numel():
             return left, right, ""
-        _, left_names = self.left.attentions[place]
+        _, names = self.left.attentions[place]
         _, right_names = self.right.attentions[place]
-        note = _repeated_heads(left_names, right_names)
-        return _for_each_head(left, left_names), _for_each_head(right, right_names), note
+        left = _for_each_head(left, names)
+        right = _for_each_head(right, right_names)
+        return left, right, _repeated_heads(names, right_names)
 
-    def _compared_as_made(self, place: int, stage: str) -> ComparedStage | None:
+    def _compared_as_made(self, beside: ComparedStage) -> ComparedStage | None:
         """Compare a stage without canonical axes, e.g. of windows; None unless both sides agree in shape and axes."""
+        place, stage = beside.place, beside.name
         left = self.left.as_made(place, stage)
         right = self.right.as_made(place, stage)
         if left is None or right is None or left.shape != right.shape:
@@ -480,10 +498,9 @@ class Comparison:
         axes = self.left.axes(place, stage)
         if self.right.axes(place, stage) != axes:
             return None
-        difference = compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
-        return replace(
-            self._beside(place, stage), left=left, right=right, difference=replace(difference, compared=axes)
-        )
+        difference = self._difference(place, stage, left, right)
+        difference = replace(difference, compared=axes)
+        return replace(beside, left=left, right=right, difference=difference)
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""

@@ -83,11 +83,13 @@ def _base_of(name: str, like: Tensor, adapted: Mapping[str, Tensor]) -> str:
 
 
 def product_of(matrix: Tensor, parameters: Mapping[str, Tensor], near: float) -> Product | None:
-    """Return the product of two parameters that a matrix is a multiple of; None without one. The matrix is `out in`."""
+    """Return the product of low rank of two parameters that a matrix, `out in`, is a multiple of; None without one."""
     matrices = {name: parameter.detach() for name, parameter in parameters.items() if parameter.dim() == 2}
     for outer, inner in permutations(matrices, 2):
         left, right = matrices[outer], matrices[inner]
-        if left.shape[1] != right.shape[0] or (len(left), right.shape[1]) != matrix.shape:
+        rank = len(right)
+        has_rank = left.shape[1] == rank and 2 * rank <= min(matrix.shape)
+        if not has_rank or (len(left), right.shape[1]) != matrix.shape:
             continue
         product = left.double() @ right.double()
         product = product.to(matrix.device)

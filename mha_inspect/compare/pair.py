@@ -106,10 +106,14 @@ def are_near(left: Tensor, right: Tensor, near: float | None = None) -> bool:
 def distances_of(left: Tensor, right: Tensor) -> Tensor:
     """Return how far apart the numbers of two tensors are; two NaNs and two equal infinities are not apart."""
     left, right = left.detach(), right.detach()
-    are_equal = (left == right) | (left.isnan() & right.isnan())
+    are_nan = left.isnan() & right.isnan()
+    are_equal = (left == right) | are_nan
     if not left.is_complex():
-        left, right = left.double(), right.double()
-    return (left - right).abs().masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
+        left = left.double()
+        right = right.double()
+    apart = (left - right).abs()
+    apart = apart.masked_fill(are_equal, 0.0)
+    return apart.nan_to_num(torch.inf)
 
 
 _ROUNDED = 1e-6
@@ -180,12 +184,14 @@ class Side:
         value = self.kept.content(tensor)
         if value is None or self.attention.branches:
             return None
-        places = self._laid_out(name, torch.arange(value.numel()).view(value.shape))
+        count = value.numel()
+        places = self._laid_out(name, torch.arange(count).view(value.shape))
         if places is None or places.shape != content.shape:
             return None
-        content = content * _scale_of(self.attention, name)
-        numbers = value.new_empty(value.numel())
-        numbers[places.flatten().to(value.device)] = content.to(value).flatten()
+        scaled = content * _scale_of(self.attention, name)
+        numbers = value.new_empty(count)
+        order = places.flatten().to(value.device)
+        numbers[order] = scaled.to(value).flatten()
         return laid_out_as(tensor, numbers.view(value.shape))
 
 
@@ -246,21 +252,24 @@ class Pair:
 
     def difference(self, stage: str) -> Difference | None:
         """Return the difference of a stage; None if it is the same, or cannot be compared."""
-        left, right = self.left.stage(stage), self.right.stage(stage)
+        left = self.left.stage(stage)
+        right = self.right.stage(stage)
         axes = CANONICAL_AXES[stage]
         if left is None or right is None:
             left, right = self._as_made(stage)
             axes = ""
-        if left is None or right is None or left.shape != right.shape or torch.equal(left, right):
+        if left is None or right is None or left.shape != right.shape:
             return None
-        left, right = left.detach(), right.detach()
+        if torch.equal(left, right):
+            return None
         if stage == "masked_scores":
             left = left.masked_fill(left < BLOCKED_BELOW, -torch.inf)
             right = right.masked_fill(right < BLOCKED_BELOW, -torch.inf)
         if axes:
             left = without_rows(stage, left, self.blind)
             right = without_rows(stage, right, self.blind)
-        return self.beside(stage, axes, left, right, self.noise(stage, left, right))
+        floor = self.noise(stage, left, right)
+        return self.beside(stage, axes, left.detach(), right.detach(), floor)
 
     def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""

@@ -410,19 +410,21 @@ def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
 
 def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[str, ...]:
     """Return a sentence for each reason why parts were not copied, for all attentions together."""
-    by_reason: dict[str, dict[str, NotCopied]] = {}
+    by_reason: dict[tuple[str, bool], dict[str, None]] = {}
     for part in not_copied:
         reason = f"fit into {label}: {part.reason}"
         if part.sizes:
-            in_source, in_target = part.sizes
-            reason = f"{list(in_source)} in {source} and {list(in_target)} in {label}"
-        by_reason.setdefault(reason, {})[part.part] = part
+            in_source, in_target = map(list, part.sizes)
+            reason = f"{in_source} in {source} and {in_target} in {label}"
+        parts = by_reason.setdefault((reason, bool(part.sizes)), {})
+        parts[part.part] = None
     sentences = []
-    for reason, parts in by_reason.items():
-        has_sizes = any(part.sizes for part in parts.values())
-        singular, several = ("is", "are") if has_sizes else ("does not", "do not")
-        verb = singular if len(parts) == 1 else several
-        sentences.append(f"{listed(list(parts))} {verb} {reason}.")
+    for (reason, has_sizes), parts in by_reason.items():
+        is_single = len(parts) == 1
+        verb = "does not" if is_single else "do not"
+        if has_sizes:
+            verb = "is" if is_single else "are"
+        sentences.append(f"{listed([*parts])} {verb} {reason}.")
     return tuple(sentences)
 
 

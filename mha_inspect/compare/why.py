@@ -71,15 +71,21 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
 
 def first_difference(rows: Sequence[ComparedStage], leaving_out: frozenset[str] = frozenset()) -> ComparedStage | None:
     """Return the first stage that differs, and not in form alone; None if none does."""
-    by_place: dict[int, dict[str, ComparedStage]] = {}
+    by_place: dict[int, list[ComparedStage]] = {}
     for row in rows:
-        by_place.setdefault(row.place, {})[row.name] = row
+        if row.difference is not None:
+            by_place.setdefault(row.place, []).append(row)
     for stages in by_place.values():
-        verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
-        same = {name for name, verdict in verdicts.items() if verdict == "same"}
+        same = set()
+        differing: dict[str, ComparedStage] = {}
+        for row in stages:
+            if row.verdict == "same":
+                same.add(row.name)
+            if row.verdict == "differs" and row.name not in leaving_out:
+                differing[row.name] = row
         for name in _effective(same.__contains__):
-            if verdicts.get(name) == "differs" and name not in leaving_out:
-                return stages[name]
+            if name in differing:
+                return differing[name]
     return None
 
 
@@ -233,14 +239,18 @@ class _Search:
             return None
         pair = Comparison(self.left, self.right).pair(0, self.where)
         difference = pair.beside("the output", "batch query embed", left, right, self._floor)
-        return None if difference is None else form_of(difference) or linear_after(pair, difference)
+        if difference is None:
+            return None
+        return form_of(difference) or linear_after(pair, difference)
 
 
 def _is_same_in(pair: Pair, stage: str) -> bool:
     """Return whether both sides have a stage, with the same numbers."""
-    left, right = pair.left.stage(stage), pair.right.stage(stage)
-    has_both = left is not None and right is not None and left.shape == right.shape
-    return has_both and pair.difference(stage) is None
+    left = pair.left.stage(stage)
+    right = pair.right.stage(stage)
+    if left is None or right is None or left.shape != right.shape:
+        return False
+    return pair.difference(stage) is None
 
 
 def _reason_of(pair: Pair, difference: Difference) -> Why | None:
@@ -255,14 +265,16 @@ def _reason_of(pair: Pair, difference: Difference) -> Why | None:
 
 def _facts(trial: _Trial) -> tuple[Why, ...]:
     """Return each fact once, in the order of computation, with the stages that it is true of; last, if that is all."""
-    if not trial.found:
-        return ()
     by_fact: dict[tuple[str, str], list[_Found]] = {}
     for each in trial.found:
-        by_fact.setdefault((each.why.kind, each.why.fact or each.stage), []).append(each)
+        fact = each.why.fact or each.stage
+        alike = by_fact.setdefault((each.why.kind, fact), [])
+        alike.append(each)
     whys = [_of_one_fact(together) for together in by_fact.values()]
-    if trial.end:
-        whys[-1] = replace(whys[-1], sentence=f"{whys[-1].sentence} {trial.end}")
+    if whys and trial.end:
+        last = whys.pop()
+        sentence = f"{last.sentence} {trial.end}"
+        whys.append(replace(last, sentence=sentence))
     return tuple(whys)
 
 

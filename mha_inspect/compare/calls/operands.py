@@ -88,10 +88,12 @@ def _parts_to_try(pair: CallPair, both: Difference) -> list[Difference]:
     if both.left.shape[2] < stop:
         return []
     if positions == pair.length:
-        return [replace(both, left=both.left[:, :, start:stop])]
+        own = both.left[:, :, start:stop]
+        return [replace(both, left=own)]
     if positions != stop:
         return []
-    every = replace(both, left=both.left[:, :, :stop])
+    so_far = both.left[:, :, :stop]
+    every = replace(both, left=so_far)
     cached = every.of_both(lambda tensor: tensor[:, :, :start])
     new = every.of_both(lambda tensor: tensor[:, :, start:])
     return [every, cached, new]

@@ -210,15 +210,16 @@ def rows_of(both: Difference, expected: Tensor) -> Tensor:
 
     Of several such tokens, the `expected` token of the row is taken. Without one it is `NO_TOKEN`.
     """
-    tokens = torch.full((both.right.shape[2],), NO_TOKEN)
-    for row in range(len(tokens)):
-        apart = (both.left - both.right[:, :, row : row + 1]).abs().nan_to_num(torch.inf)
-        fits = (apart.amax((0, 1, 3)) <= both.near).nonzero().flatten().tolist()
-        if int(expected[row]) in fits:
-            tokens[row] = expected[row]
-        elif fits:
-            tokens[row] = fits[0]
-    return tokens
+    tokens = []
+    for row, wanted in enumerate(expected.tolist()):
+        apart = both.left - both.right[:, :, row : row + 1]
+        by_token = apart.abs().nan_to_num(torch.inf).amax((0, 1, 3))
+        fits = (by_token <= both.near).nonzero().flatten().tolist()
+        token = fits[0] if fits else NO_TOKEN
+        if wanted in fits:
+            token = wanted
+        tokens.append(token)
+    return torch.tensor(tokens, dtype=torch.long)
 
 
 def _dtype_of(run: Run) -> torch.dtype:

@@ -22,7 +22,11 @@ def rotated(pair: CallPair) -> Why | None:
     cached = [token for token in unlike_keys(pair, pair.keys) if token < pair.start]
     if cached:
         return _keys_turned_twice(pair, cached, pair.keys.right)
-    return _counted_positions(pair) or _angle_of_queries(pair, queries.right)
+    of_query = _counted_positions(pair) or _angle(pair, "q_heads", queries.right[:, :, 0])
+    rows = (pair.tokens == pair.start).nonzero().flatten().tolist()
+    if of_query is not None or not rows:
+        return of_query
+    return _angle(pair, "k_heads", pair.keys.right[:, :, rows[0]])
 
 
 def _counted_positions(pair: CallPair) -> Why | None:
@@ -47,15 +51,18 @@ def _counted_positions(pair: CallPair) -> Why | None:
     return Why("call", f"Position {right} is rotated as position {offset}{restarts(offset)}.", fix=POSITIONS_FIX)
 
 
-def _angle_of_queries(pair: CallPair, queries: Tensor) -> Why | None:
-    """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
+def _angle(pair: CallPair, stage: str, numbers: Tensor) -> Why | None:
+    """Return whether the first token of the call is rotated by the angle of another position, e.g. of an earlier call.
 
-    `queries` are those of the call, `batch heads query head_dim`.
+    `numbers` are its query or its key, `batch heads head_dim`.
     """
-    fits = _positions_of_angle(pair, "q_heads", pair.start, queries[:, :, 0])
+    fits = _positions_of_angle(pair, stage, pair.start, numbers)
     if len(fits) != 1 or fits[0] == pair.start:
         return None
-    sentence = f"Position {pair.start} is rotated by the angle of position {fits[0]}{restarts(fits[0])}."
+    subject = f"Position {pair.start}"
+    if stage == "k_heads":
+        subject = f"The key of position {pair.start}"
+    sentence = f"{subject} is rotated by the angle of position {fits[0]}{restarts(fits[0])}."
     return Why("call", sentence, fix=POSITIONS_FIX)
 
 

@@ -76,10 +76,12 @@ def _are_exchanged(pair: CallPair, keys: Difference, values: Difference) -> bool
     if keys.left.shape != values.left.shape or keys.right.shape != values.right.shape:
         return False
     expected = pair.expected_tokens(keys)
-    is_cached = expected.lt(pair.start) & expected.ge(0)
-    has_key = rows_of(replace(keys, right=values.right), expected) == expected
+    is_cached = (expected >= 0) & (expected < pair.start)
+    crossed = replace(keys, right=values.right)
+    has_key = rows_of(crossed, expected) == expected
     has_value = pair.tokens == expected
-    return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
+    some_have_keys = bool(has_key[is_cached].any())
+    return some_have_keys and not bool(has_value[is_cached].any())
 
 
 def missing(pair: CallPair) -> Why | None:

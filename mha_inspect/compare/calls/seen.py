@@ -48,9 +48,17 @@ def _unlike(pair: CallPair, whole: Tensor, call: Tensor) -> Why:
     opened = (call & ~whole).any(0)[query]
     closed = (whole & ~call).any(0)[query]
     if not bool(opened.any()):
-        places = ranges(closed.nonzero().flatten())
-        return Why("call", f"Position {position} does not see positions {places}, which it sees in one call.")
+        places = _positions(closed)
+        return Why("call", f"Position {position} does not see {places}, which it sees in one call.")
     later = opened[position + 1 :]
-    what = "future positions" if bool(later.any()) else "positions"
-    places = ranges(opened.nonzero().flatten())
-    return Why("call", f"Position {position} sees {what} {places}, which are masked out in one call.")
+    when = "future " if bool(later.any()) else ""
+    verb = "is" if int(opened.sum()) == 1 else "are"
+    sentence = f"Position {position} sees {when}{_positions(opened)}, which {verb} masked out in one call."
+    return Why("call", sentence)
+
+
+def _positions(marks: Tensor) -> str:
+    """Return the marked positions: `position 3`, `positions 3–5`."""
+    places = marks.nonzero().flatten()
+    word = "position" if len(places) == 1 else "positions"
+    return f"{word} {ranges(places)}"

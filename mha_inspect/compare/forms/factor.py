@@ -80,12 +80,12 @@ def _factors_along(axes: Sequence[int], difference: Difference) -> Tensor | None
 
 
 def _by_place(numbers: Tensor, axes: Sequence[int], difference: Difference) -> Why:
-    stage, where = difference.stage, difference.where
     names = [difference.names[axis] for axis in axes]
     places = listed([_WORDS.get(name, name) for name in names])
-    shown = ", ".join(small(float(number)) for number in numbers.flatten()[:_SHOWN])
-    more = ", …" if numbers.numel() > _SHOWN else ""
-    return Why(
-        "factor",
-        f"{difference.start} {where.left} is {stage} {where.right} times one number for each {places}: {shown}{more}.",
-    )
+    first = numbers.flatten()[:_SHOWN].tolist()
+    shown = ", ".join(map(small, first))
+    if numbers.numel() > _SHOWN:
+        shown += ", …"
+    stage, where = difference.stage, difference.where
+    subject = f"{difference.start} {where.left} is {stage} {where.right}"
+    return Why("factor", f"{subject} times one number for each {places}: {shown}.")

@@ -88,22 +88,35 @@ def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -
     if not plain.is_floating_point() or not tokens or inner > _MOST_RUNS * tokens:
         return None
     try:
-        recorded = content_of(side.kept, tensor)
-        offset = _ran(side, source, stage, torch.zeros_like(recorded))
-        rows: list[Tensor] = []
-        for start in range(0, inner, tokens):
-            features = torch.arange(start, start + tokens) % inner
-            marked = torch.nn.functional.one_hot(features, inner).to(recorded)
-            rows.append(_ran(side, source, stage, marked.view(recorded.shape)) - offset)
+        found = _learned(side, source, stage)
     except LostError:
         return None
-    matrix = torch.cat(rows)[:inner]
     given = plain.double().flatten(0, -2)
-    if len(given) != len(offset):
+    made = _by_token(content)
+    if len(given) != len(made):
         return None
     # Each token has the same matrix and offset, and nothing else is in it.
-    is_linear = are_near(_by_token(content), given @ matrix + offset[:1], near)
-    return _Map(matrix, offset[0]) if is_linear else None
+    expected = given @ found.matrix + found.offset
+    return found if are_near(made, expected, near) else None
+
+
+def _learned(side: Side, source: str, stage: str) -> _Map:
+    """Return the matrix from one stage to another, from runs with one feature in each token.
+
+    Raise `LostError` if they cannot be run.
+    """
+    recorded = content_of(side.kept, side.attention.stages[source])
+    inner = recorded.shape[-1]
+    tokens = recorded.numel() // inner
+    without = _ran(side, source, stage, torch.zeros_like(recorded))
+    rows: list[Tensor] = []
+    for start in range(0, inner, tokens):
+        features = torch.arange(start, start + tokens) % inner
+        marked = torch.nn.functional.one_hot(features, inner)
+        marked = marked.to(recorded).view(recorded.shape)
+        rows.append(_ran(side, source, stage, marked) - without)
+    matrix = torch.cat(rows)[:inner]
+    return _Map(matrix, without[0])
 
 
 def _ran(side: Side, source: str, stage: str, value: Tensor) -> Tensor:

@@ -20,16 +20,19 @@ def position(pair: Pair, difference: Difference) -> Why | None:
     Each token of the right is put at every position, and the steps up to the stage run again.
     """
     tokens = tokens_before(pair.right, difference.stage)
+    if tokens is None or not _FEWEST <= tokens.length <= _MOST:
+        return None
     axes = [axis for axis, name in enumerate(difference.names) if name in ("query", "key")]
-    if tokens is None or not axes or not _FEWEST <= tokens.length <= _MOST:
+    if len(axes) != 1:
         return None
-    (axis,) = axes
-    if difference.left.shape[axis] != tokens.length:
+    axis = axes[0]
+    count = tokens.length
+    if difference.left.shape[axis] != count:
         return None
-    middle = tokens.length // 2
+    middle = count // 2
     if _place_of(middle, tokens, axis, difference) is None:
         return None
-    places = [_place_of(token, tokens, axis, difference) for token in range(tokens.length)]
+    places = [_place_of(token, tokens, axis, difference) for token in range(count)]
     return _shifted(places, difference) or _moved(places, difference)
 
 
