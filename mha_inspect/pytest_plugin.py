@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,6 +76,9 @@ class _Checks:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._depth = 0
+        self._started = perf_counter()
+        self._searched = 0.0
+        """The seconds that searches for patches took."""
         self._calls: dict[type, _Call] = {}
         """The classes that the running test called first."""
         self._seen: set[type] = set()
@@ -94,7 +98,12 @@ class _Checks:
             before.remove()
             after.remove()
         for kind, call in self._calls.items():
-            self._answers.append(_answer(kind, call, item.nodeid))
+            began = perf_counter()
+            # Searches for patches take no more time than all else.
+            seconds = began - self._started - 2 * self._searched
+            self._answers.append(_answer(kind, call, item.nodeid, seconds))
+            if not self._answers[-1].is_right:
+                self._searched += perf_counter() - began
         self._calls = {}
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -139,8 +148,11 @@ class _Checks:
         terminalreporter.write_line(f"{len(attending)} classes with attention checked, {without} without attention")
 
 
-def _answer(kind: type, call: _Call, test: str) -> Answer:
-    """Check one module; what cannot be checked, e.g. since it has no attention, has no lines."""
+def _answer(kind: type, call: _Call, test: str, seconds: float) -> Answer:
+    """Check one module, and look for a patch in this time.
+
+    What cannot be checked, e.g. since it has no attention, has no lines.
+    """
     from .api import check
     from .errors import MhaInspectError
 
@@ -151,9 +163,21 @@ def _answer(kind: type, call: _Call, test: str) -> Answer:
         return Answer(name, test, True, ())
     except Exception as error:  # the user's forward may raise where its input is changed
         return Answer(name, test, True, (f"not checked: {type(error).__name__}: {error}",))
+    patch = None if report.ok else _patch(call, seconds)
     lines = [report.verdict or ""]
     for finding in report.findings:
         where = f" ({finding.source})" if finding.source else ""
         fix = f" Fix: {finding.fix}" if finding.fix else ""
         lines.append(f"{finding.check}: {finding.sentence}{where}{fix}")
+    if patch is not None:
+        lines += ["fix: with it no check fails", *patch.splitlines()]
     return Answer(name, test, report.ok, tuple(lines))
+
+
+def _patch(call: _Call, seconds: float) -> str | None:
+    """Return a patch of the file of a module that is found in this time; None without one."""
+    from .fixes.live import live_target
+    from .questions.fix import patch_in_time
+
+    target = live_target(call.module, call.args, call.kwargs, perf_counter() + seconds)
+    return None if target is None else patch_in_time(target)

@@ -103,6 +103,7 @@ def test_each_class_that_tests_call_is_checked_once(project: Path, options: list
     assert wrong.startswith("modules.OverQueries (test_modules.py::test_wrong[")
     assert "]): 1 problem: The softmax runs over" in wrong
     assert any(line.strip().startswith("softmax: ") and "modules.py:" in line for line in lines)
+    assert "    +        return scores.softmax(-1)" in lines
 
 
 def test_without_it_tests_are_as_they_were(project: Path) -> None:

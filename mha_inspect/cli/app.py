@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -26,6 +27,8 @@ from .output import checked_destination, print_and_export, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
 
+STARTED = time.perf_counter()
+"""The moment at which this program was imported."""
 _ALL = "mha_inspect.all"
 """The key of a context in which every option is listed."""
 COMPLETE = "_MHA_INSPECT_COMPLETE"

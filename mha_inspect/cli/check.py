@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks.intent import CHECKS, Intent, chosen_checks
 from ..checks.pages import claim_of, page_of
-from ..errors import ExitCode, MhaInspectError, SpecError
+from ..errors import ExitCode, SpecError
 from ..render import screen
-from ..text import shown
 from . import subject
-from .app import command
+from .app import STARTED, command
+from .expected import INTENT, loaded_for, meaning_of
 from .help import PROGRAM
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import checked_destination, print_and_export, write
+from .patch import patch_beside
 
 if TYPE_CHECKING:
     from ..render.screen import Tick
     from ..reports.check import CheckReport
-    from ..running.subject import Subject
 
 PANEL = "Check"
-INTENT = "Expected behaviour"
 
 
 @command(
@@ -93,6 +92,9 @@ def check(
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         report = _checked(target, options, declared, tick, only=wanted, skip=unwanted)
+        if not report.ok and reference is None and not (wanted or unwanted):
+            tick("a patch")
+            report = replace(report, patch=patch_beside(target, options, Intent(**declared), STARTED))
     print_and_export(report, options, export)
     return _exit_code(report, strict=strict)
 
@@ -147,53 +149,3 @@ def _batch_axis(target: str | None, options: Options) -> int | None:
     if not is_declared or options.unbatched:
         return None
     return 0 if options.batch_first else 1
-
-
-def meaning_of(mask: str | None) -> dict[str, str]:
-    """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
-    if mask is None:
-        return {}
-    name, sign, means = mask.partition("=")
-    if not name or (sign and means not in ("keep", "ignore")):
-        raise SpecError(
-            f"--mask {shown(mask)} is not NAME=keep or NAME=ignore. Say what 1 or True means, e.g. "
-            "--mask attention_mask=keep."
-        )
-    if not means:
-        return {"padding": name}
-    return {"padding": name, "padding_true": means}
-
-
-def loaded_for(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
-    """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
-    loaded = None
-    if target is not None and options.causal:
-        options.causal = "causal" in options.typed
-        try:
-            loaded = subject.load(target, options)
-        except MhaInspectError:
-            options.causal = False
-    if loaded is None:
-        loaded = subject.load(target, options)
-    if padding is not None:
-        loaded = _with_mask(loaded, padding, keep=means != "ignore")
-    if options.input is not None:
-        return replace(loaded, batch_first=None)  # the user made the inputs
-    return loaded
-
-
-def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
-    """Return a subject called with a mask that keeps every key, if the forward needs one and none was made."""
-    import torch
-
-    from ..checks.arguments import Arguments
-
-    arguments = Arguments(subject)
-    if not arguments.is_missing(name):
-        return subject
-    tensors = [value for value in arguments.values.values() if isinstance(value, torch.Tensor)]
-    if not tensors or tensors[0].dim() < 2:
-        return subject
-    mask = torch.full(tensors[0].shape[:2], keep, device=tensors[0].device)
-    args, kwargs = arguments.of_call({name: mask})
-    return replace(subject, args=args, kwargs=kwargs)

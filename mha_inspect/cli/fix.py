@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..checks.intent import Intent
@@ -14,14 +12,14 @@ from ..errors import ExitCode, InputError, SpecError
 from ..text import shown
 from . import subject
 from .app import command
-from .check import INTENT, loaded_for, meaning_of
+from .expected import INTENT, meaning_of
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import checked_destination, print_and_export, say
+from .patch import module_of, target_of
 from .patch_file import require_writable, write_patched
 
 if TYPE_CHECKING:
     from ..questions.fix import Fixed
-    from ..running.subject import Subject
 
 
 @command(
@@ -84,38 +82,8 @@ def fix(
 
 def _fixed(target: str, options: Options, intent: Intent) -> Fixed:
     """Search a patch for the target's own file."""
-    from ..fixes.trial import Target
     from ..questions.fix import fixed
 
-    def make(offset: int) -> Subject:
-        again = copy.copy(options)
-        again.seed = options.seed + offset
-        return loaded_for(target, again, intent.padding, intent.padding_true)
-
-    make(0)  # imports the file
-    return fixed(Target(_module_of(target), make, lambda: intent))
-
-
-def _module_of(target: str) -> ModuleType:
-    """Return the module that a target names. Raises `InputError` for a target of an installed package."""
-    from ..making.importing import is_file_alone, split_target
-
-    where = target
-    if not is_file_alone(target):
-        where, _ = split_target(target)
-    module = _loaded(where)
-    file = "" if module is None else module.__file__ or ""
-    if module is None or not file.endswith(".py") or f"-packages{os.sep}" in file:
-        raise InputError(f"{shown(target)} is not in a file of your own, so nothing is edited.")
-    return module
-
-
-def _loaded(where: str) -> ModuleType | None:
-    """Return the module of a name, or of the path of a file, that was imported."""
-    if not where.endswith(".py"):
-        return sys.modules.get(where)
-    path = os.path.realpath(where)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == path:
-            return module
-    return None
+    made = target_of(target, options, intent)
+    made.make(0)  # imports the file
+    return fixed(replace(made, module=module_of(target)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
-from .app import command
+from .app import STARTED, command
 from .help import PROGRAM
 from .options import TARGET, Options, file, option, require_ranks, size
 from .output import Drawn, checked_destination, print_and_export, require_drawable
@@ -103,7 +104,7 @@ def trace(
     wanted = _wanted(options, picture, head, tokens)
     export = checked_destination(options, draws=wanted is not None)
     options.quiet = options.quiet or not prints_answer()
-    asked = _Asked(target, options, loop, wanted, export, attention, ranks, plan)
+    asked = _Asked(target, options, loop, wanted, export, attention, ranks, plan, watch)
     if watch:
         return _watched(asked)
     report = asked.answer()
@@ -124,10 +125,13 @@ class _Asked:
     attention: str | None
     ranks: int | None
     plan: Path | None
+    watch: bool = False
+    """Whether it is traced again on each save."""
 
     def answer(self) -> Trace:
         """Trace, print the page and write the file; return the trace."""
         options, wanted = self.options, self.wanted
+        began = time.perf_counter() if self.watch else STARTED
         try:
             report, run = self._traced(keep=wanted is not None)
         except DoesNotFitError as error:
@@ -137,6 +141,7 @@ class _Asked:
             subject.print_notes([note], options)
             wanted = None
             report, run = self._traced(keep=False)
+        report = self._with_patch(report, began)
         if run is None:  # every rank that raised prints its failure
             print_and_export(report, options, _unless_picture(self.export, options))
             return report
@@ -145,6 +150,20 @@ class _Asked:
             drawn = None if wanted is None else _draw(report, run, wanted, self.export)
             print_and_export(report, options, self.export, drawn)
         return report
+
+    def _with_patch(self, report: Trace, began: float) -> Trace:
+        """Return a trace with a patch of the target's file, where one call of one process shows what is wrong."""
+        is_one_call = self.loop is None and self.ranks is None and place() is None
+        is_wrong = report.failure is not None or any(finding.sure for finding in report.findings)
+        if not is_one_call or not is_wrong:
+            return report
+        from ..checks.intent import Intent
+        from .patch import patch_beside
+
+        intent = Intent(causal=True if self.options.causal else None)
+        with subject.running(self.options, f"fixing {self.target or self.options.layer}"):
+            patch = patch_beside(self.target, self.options, intent, began)
+        return replace(report, patch=patch)
 
     def _traced(self, *, keep: bool) -> tuple[Trace, Run | None]:
         return _traced(self.target, self.options, self.loop, keep=keep, ranks=self.ranks, plan=self.plan)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+
+
+def is_own(module: ModuleType) -> bool:
+    """Return whether a module is of a file of the user: one of Python, and of no installed package."""
+    file = module.__file__ or ""
+    return file.endswith(".py") and f"-packages{os.sep}" not in file
 
 
 @contextmanager

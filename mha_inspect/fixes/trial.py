@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +22,10 @@ from ..reports.trace import Failure
 from ..running.subject import Subject, run_and_record
 
 
+class OutOfTimeError(BaseException):
+    """The time for a search is over. No error of an edited source: `except Exception` lets it through."""
+
+
 class RejectedError(Exception):
     """An edited source cannot stand in the place of the file."""
 
@@ -35,6 +40,13 @@ class Target:
     """Builds the subject anew with this seed, from the module that stands in `sys.modules`."""
     intent: Callable[[], Intent] = Intent
     """The declared behaviour."""
+    until: float = math.inf
+    """The moment at which a search for a patch ends, as of `time.perf_counter`."""
+
+    def tick(self, _: str = "") -> None:
+        """Raise `OutOfTimeError` if the time is over; called before each run."""
+        if time.perf_counter() > self.until:
+            raise OutOfTimeError
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +75,7 @@ def judged(target: Target, seed: int, weights: Mapping[str, Tensor], only: Seque
     failure = failure_of(subject)
     if failure is not None:
         return Judged(None, failure)
-    return Judged(check(subject, target.intent(), only=only))
+    return Judged(check(subject, target.intent(), only=only, tick=target.tick))
 
 
 def failure_of(subject: Subject) -> Failure | None:
@@ -82,6 +94,7 @@ def failure_of(subject: Subject) -> Failure | None:
 
 def made(target: Target, seed: int, weights: Mapping[str, Tensor]) -> Subject:
     """Build the subject, with the weights of another one. Raises `RejectedError` if its parameters are others."""
+    target.tick()
     subject = target.make(seed)
     parameters = dict(subject.module.named_parameters())
     if weights and {name: tensor.shape for name, tensor in weights.items()} != _shapes(parameters):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 
 from ..errors import InputError
 from ..fixes.grammar import RAISES
 from ..fixes.loading import in_place_of
 from ..fixes.search import SEEDS, Found, Search
 from ..fixes.source import Source
-from ..fixes.trial import Judged, Target
+from ..fixes.trial import Judged, OutOfTimeError, Target
 from ..measure.run_report import environment_of, layer_of
 from ..reports.check import Finding
 from ..reports.fix import FixReport
@@ -72,6 +75,19 @@ def fixed(target: Target) -> Fixed:
         edits_run=tried,
     )
     return Fixed(report, path, first.content, source.content)
+
+
+def patch_in_time(target: Target) -> str | None:
+    """Return a patch of a target that is found before its time is over; None without one.
+
+    Nothing that goes wrong in the search, in the user's code too, is an error of the page that shows the patch.
+    """
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return fixed(target).report.patch or None
+        except (Exception, OutOfTimeError):
+            return None
 
 
 def problems_of(judged: Judged) -> tuple[Finding, ...]:

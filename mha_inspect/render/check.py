@@ -37,11 +37,18 @@ def findings_sections(findings: Sequence[Finding]) -> Iterator[Section]:
         yield _finding(finding, title, sentence)
 
 
+def patch_sections(patch: str | None) -> Iterator[Section]:
+    """Yield the section of a patch that was run; none without a patch."""
+    if patch is not None:
+        yield section("fix", Verbatim(tuple(patch.splitlines())), detail="with it no check fails")
+
+
 def _sections(report: CheckReport) -> Iterator[Section]:
     declared = [f"{name} {value}" for name, value in report.intent.items()]
     runs = text.plural(report.runs, "run")
     yield section("check", detail=f"{runs}; declared: {', '.join(declared) or 'nothing'}")
     yield from findings_sections(report.findings)
+    yield from patch_sections(report.patch)
     lines = [(fact.name, fact.sentence) for fact in report.facts]
     lines += [("note", note) for note in report.notes]
     if lines:

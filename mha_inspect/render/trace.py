@@ -26,7 +26,7 @@ from ..reports.trace import (
     Step,
     Trace,
 )
-from .check import findings_sections
+from .check import findings_sections, patch_sections
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 from .parts import (
     AXES,
@@ -70,6 +70,8 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     yield from findings_sections(trace.findings)
+    if trace.failure is None:
+        yield from patch_sections(trace.patch)
     ran = trace.failure is None and bool(trace.attentions)
     is_judged = ran and trace.unjudged is None
     if is_judged and not trace.findings:
@@ -93,6 +95,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section("operations", _ops(trace.ops), detail=f"{len(trace.ops):,}")
     if trace.failure is not None:
         yield from _failure(trace.failure, trace.environment.dtype, with_ops=trace.ops is not None)
+        yield from patch_sections(trace.patch)
         return
     if trace.decode is not None:
         yield section("", _decode(trace.decode), _closing(trace))

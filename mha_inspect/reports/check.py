@@ -93,6 +93,8 @@ class CheckReport(Report):
     """Number of runs of the module."""
     notes: tuple[str, ...] = ()
     """Important sentences on this report."""
+    patch: str | None = None
+    """A unified diff of the target's own file with which no check fails; None if none was found in the time."""
 
     @property
     def ok(self) -> bool:

@@ -457,6 +457,8 @@ class Trace(Report):
     recorded block those of every call. None without a decode loop."""
     decode: DecodeProof | None = None
     """Whether every call equals one forward over all tokens; None if not requested."""
+    patch: str | None = None
+    """A unified diff of the target's own file with which no check fails; None if none was found in the time."""
     _shows_cost: bool = False
     """Whether the page has the bytes, operations and memory of each stage."""
 

@@ -73,6 +73,28 @@ def test_json_has_the_patch(invoke: Callable[..., Any], file: Path) -> None:
     assert data["remaining"] == []
 
 
+@pytest.mark.parametrize("command", [["check"], ["trace"]])
+def test_the_patch_stands_in_the_page(invoke: Callable[..., Any], file: Path, command: list[str]) -> None:
+    out = invoke(*command, file.name).out
+    assert "fix: with it no check fails" in out
+    assert "+        weights = scores.softmax(-1)" in out
+    data = json.loads(invoke(*command, file.name, "--json").out)
+    assert "+        weights = scores.softmax(-1)" in data["patch"].splitlines()
+    assert file.read_text(encoding="utf-8") == WRONG
+
+
+def test_a_page_without_a_problem_has_no_patch(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT, encoding="utf-8")
+    assert "patch" not in json.loads(invoke("check", file.name, "--json").out)
+
+
+def test_the_page_of_a_forward_that_raises_has_a_patch(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT.replace("k.transpose(-2, -1)", "k"), encoding="utf-8")
+    code, out, _ = invoke("trace", file.name)
+    assert code == 1
+    assert "+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5" in out
+
+
 def test_a_forward_that_raises_is_fixed(invoke: Callable[..., Any], file: Path) -> None:
     file.write_text(RIGHT.replace("k.transpose(-2, -1)", "k"), encoding="utf-8")
     code, out, _ = invoke("fix", file.name)

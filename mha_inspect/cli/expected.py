@@ -1,0 +1,66 @@
+"""The behaviour to expect that `check` and `fix` are given, and the subject that is judged by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import MhaInspectError, SpecError
+from ..text import shown
+from . import subject
+from .options import Options
+
+if TYPE_CHECKING:
+    from ..running.subject import Subject
+
+INTENT = "Expected behaviour"
+
+
+def meaning_of(mask: str | None) -> dict[str, str]:
+    """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
+    if mask is None:
+        return {}
+    name, sign, means = mask.partition("=")
+    if not name or (sign and means not in ("keep", "ignore")):
+        raise SpecError(
+            f"--mask {shown(mask)} is not NAME=keep or NAME=ignore. Say what 1 or True means, e.g. "
+            "--mask attention_mask=keep."
+        )
+    if not means:
+        return {"padding": name}
+    return {"padding": name, "padding_true": means}
+
+
+def loaded_for(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
+    """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
+    loaded = None
+    if target is not None and options.causal:
+        options.causal = "causal" in options.typed
+        try:
+            loaded = subject.load(target, options)
+        except MhaInspectError:
+            options.causal = False
+    if loaded is None:
+        loaded = subject.load(target, options)
+    if padding is not None:
+        loaded = _with_mask(loaded, padding, keep=means != "ignore")
+    if options.input is not None:
+        return replace(loaded, batch_first=None)  # the user made the inputs
+    return loaded
+
+
+def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
+    """Return a subject called with a mask that keeps every key, if the forward needs one and none was made."""
+    import torch
+
+    from ..checks.arguments import Arguments
+
+    arguments = Arguments(subject)
+    if not arguments.is_missing(name):
+        return subject
+    tensors = [value for value in arguments.values.values() if isinstance(value, torch.Tensor)]
+    if not tensors or tensors[0].dim() < 2:
+        return subject
+    mask = torch.full(tensors[0].shape[:2], keep, device=tensors[0].device)
+    args, kwargs = arguments.of_call({name: mask})
+    return replace(subject, args=args, kwargs=kwargs)

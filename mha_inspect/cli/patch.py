@@ -1,0 +1,79 @@
+"""A patch of the file that a target names: how it is built anew, and what is found beside a page."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ..checks.intent import Intent
+from ..errors import InputError
+from ..text import shown
+from .expected import loaded_for
+from .options import Options
+
+if TYPE_CHECKING:
+    from ..fixes.trial import Target
+    from ..running.subject import Subject
+
+
+def module_of(target: str) -> ModuleType:
+    """Return the module that a target names. Raises `InputError` for a target of an installed package."""
+    from ..fixes.loading import is_own
+    from ..making.importing import is_file_alone, split_target
+
+    where = target
+    if not is_file_alone(target):
+        where, _ = split_target(target)
+    module = _loaded(where)
+    if module is None or not is_own(module):
+        raise InputError(f"{shown(target)} is not in a file of your own, so nothing is edited.")
+    return module
+
+
+def _loaded(where: str) -> ModuleType | None:
+    """Return the module of a name, or of the path of a file, that was imported."""
+    if not where.endswith(".py"):
+        return sys.modules.get(where)
+    path = os.path.realpath(where)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == path:
+            return module
+    return None
+
+
+def patch_beside(target: str | None, options: Options, intent: Intent, began: float) -> str | None:
+    """Return a patch of the target's own file that is found within the time since a page began; None without one.
+
+    The page has been made, so the file is imported. Files of installed packages have none.
+    """
+    if target is None or target.startswith("hf:") or ".py" not in target:
+        return None
+    from ..questions.fix import patch_in_time
+
+    now = time.perf_counter()
+    again = copy.copy(options)
+    if "batch" not in options.given and not options.unbatched:
+        again.batch = 2
+    made = target_of(target, again, intent)
+    try:
+        module = module_of(target)
+    except InputError:
+        return None
+    return patch_in_time(replace(made, module=module, until=now + (now - began)))
+
+
+def target_of(target: str, options: Options, intent: Intent) -> Target:
+    """Return how to build a target of a file that was imported, or will be."""
+    from ..fixes.trial import Target
+
+    def make(offset: int) -> Subject:
+        again = copy.copy(options)
+        again.seed = options.seed + offset
+        return loaded_for(target, again, intent.padding, intent.padding_true)
+
+    return Target(sys.modules[__name__], make, lambda: intent)
