@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, before, fused, future, halves, repeated
+from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, Steps, before, fused, future, halves, repeated
 
 # -- heads -------------------------------------------------------------------------------------------------------------
 
@@ -439,6 +439,33 @@ CASES += [
         asked=False,
     ),
 ]
+
+
+# -- without a softmax -------------------------------------------------------------------------------------------------
+
+
+def linear_attention(total: Callable[[Tensor], Tensor]) -> Steps:
+    """Causal linear attention; a function of the features of the keys, `batch heads key feature`, is divided by."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        state = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return (q.unsqueeze(-2) @ state).squeeze(-2) / (q * total(k)).sum(-1, keepdim=True)
+
+    return {"attend": attend}
+
+
+CASES.append(
+    Case(
+        "DividedByTheSumOfHeads",
+        "softmax",
+        linear_attention(lambda k: k.cumsum(1)),
+        linear_attention(lambda k: k.cumsum(2)),
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    )
+)
 
 
 # -- reshaped maps ----------------------------------------------------------------------------------------------------
