@@ -468,6 +468,36 @@ CASES.append(
 )
 
 
+# -- tables of relative places -----------------------------------------------------------------------------------------
+
+
+class OfWindows(Right):
+    """Tokens of a window of 3 x 4 with a bias for each relative place."""
+
+    def __init__(self, *, columns: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5 * 7, H))
+        row, column = torch.arange(12) // 4, torch.arange(12) % 4
+        rows, steps = row[:, None] - row + 2, column[:, None] - column + 3
+        self.register_buffer("index", rows * columns + steps)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores + self.table[self.index].permute(2, 0, 1)
+
+
+CASES.append(
+    Case(
+        "PlacesCollide",
+        "parameters",
+        partial(OfWindows, columns=4),
+        partial(OfWindows, columns=7),
+        inputs=tokens(B, 12),
+        suspected=True,
+        in_trace=True,
+    )
+)
+
+
 # -- reshaped maps ----------------------------------------------------------------------------------------------------
 
 
