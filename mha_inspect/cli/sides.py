@@ -13,6 +13,7 @@ from ..errors import NoMaskError, SpecError
 from ..layers.catalog import OPTIONAL, LayerKind, find_layer
 from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
+from ..making.vocabulary import dashed
 from ..text import did_you_mean, shown
 from . import subject
 from .options import Options, is_target, read_setting, require_numbers
@@ -31,7 +32,7 @@ USUAL = ("torch", "per-head")
 _FINEST = ("float64", "float32", "float16", "bfloat16")
 SETTINGS = tuple(name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec))
 """Every setting that may be set for one side."""
-_OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights")
+_OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "grad")
 """Settings that apply to a target as they do to a layer."""
 _OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
 """Settings of the weights and the input, which are the same on both sides."""
@@ -107,9 +108,10 @@ class AskedSide:
         if name in earlier:
             raise SpecError(f"{self.flag} gives {name} twice. Give it once.")
         if name in _OF_BOTH:
+            instead = "--set unbatched=true" if name == "unbatched" else dashed(name)
             raise SpecError(
                 f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
-                f"--{name.replace('_', '-')} instead."
+                f"{instead} instead."
             )
 
 

@@ -114,7 +114,7 @@ def require_head_count(target: Target, command: str) -> None:
 def flags(options: Options) -> Flags:
     """Return the flags for the constructor of a target, with their sources. Raises `SpecError` for a list of heads."""
     named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
-    named |= {"causal", "seq_len", "need_weights", "average_weights"}
+    named |= {"causal", "seq_len"}
     values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
     return Flags(values, options.given, options.typed)
 
@@ -153,6 +153,7 @@ def check_target(
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
     _require_seed(options)
     parse_settings(options.settings or [])
+    options.take_settings_of_run()
     parse_shapes(options.input_shape or [])
     if not many_heads:
         flags(options)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..text import did_you_mean, first_few, shown
 from .config import config_for
-from .vocabulary import ALIASES, Flags, flag_of, kind_of, named_for, origin_of
+from .vocabulary import ALIASES, Flags, argument_of_forward, flag_of, kind_of, named_for, origin_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -379,13 +379,13 @@ def settings_of_forward(
     """
     parameters = _nameable(signature_of(module.forward))
     values: dict[str, Any] = {}
-    for key in left:
-        if key not in parameters:
+    for key, text in left.items():
+        name = argument_of_forward(key, parameters)
+        if name is None:
             owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
             raise SpecError(unknown_setting(key, list(dict.fromkeys([*names, *parameters])), owner, flag))
-    for key, text in left.items():
-        parameter = parameters[key]
-        values[key] = convert(key, text, parameter.annotation, parameter.default, namespace, flag)
+        parameter = parameters[name]
+        values[name] = convert(name, text, parameter.annotation, parameter.default, namespace, flag)
     return values
 
 

@@ -74,7 +74,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),
     ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),
     (f"{LAYER} --padding 6", "padding 6", "0 to 5"),
-    (f"{LAYER} --unbatched", "batch 3 contradicts unbatched"),
+    (f"{LAYER} --set unbatched=true", "batch 3 contradicts unbatched"),
     ("params --causal", "the parameters of a layer do not depend on them. Drop it."),
     *(
         (f"{c} {flag} {size}", f"{flag[2:].replace('-', '_')} {size}", "must be 1 or more")
