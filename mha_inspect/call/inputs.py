@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
-from ..making.arguments import InputShape
+from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject

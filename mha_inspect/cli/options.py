@@ -33,7 +33,6 @@ OUTPUTS = ("json", "export", "quiet")
 SET_BY_TEXT = (*SET_BY_NAME, *SWITCHES, *SET_OF_RUN)
 """Settings of a layer without an option of their own: --set gives them."""
 LARGEST_SIZE = 2**40
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) -> Callable[[object], N]:
@@ -239,34 +238,36 @@ class Options:
                 f"--input-shape {shown(self.input_shape[0])} needs a TARGET, but {command} was given none. Name one, "
                 f"e.g. mha-inspect {command} path/to/file.py:Name."
             )
-        for text in self.settings or ():
-            name, equals, value = _parts_of(text)
+        for name, text in self.settings_by_name().items():
+            name = name.replace("-", "_")
             if name in SHARED_NAMES:
-                raise SpecError(f"--set {shown(text)} has an option of its own: {dashed(name)}.")
-            if not equals or name not in SET_BY_TEXT:
+                raise SpecError(f"--set {shown(name)}={shown(text)} has an option of its own: {dashed(name)}.")
+            if name not in SET_BY_TEXT:
                 raise SpecError(
-                    f"--set {shown(text)} is not an argument of a layer: `mha-inspect layers {self.layer}` lists them. "
+                    f"--set {shown(name)} is not an argument of a layer: `mha-inspect layers {self.layer}` lists them. "
                     f"For a module of your own, name a TARGET.{did_you_mean(name, SET_BY_TEXT)}"
                 )
-            self._set(name, value)
+            self.set(name, text)
 
     def take_settings_of_run(self) -> None:
         """Take from --set how a target is run; the other settings are arguments of its constructor or its forward."""
-        others: list[str] = []
-        for text in self.settings or ():
-            name, equals, value = _parts_of(text)
-            if equals and name in SET_OF_RUN:
-                self._set(name, value)
-            else:
-                others.append(text)
-        self.settings = others
+        for name, text in self.settings_by_name().items():
+            if name in SET_OF_RUN:
+                self.set(name, text)
+        self.settings = [text for text in self.settings or () if text.partition("=")[0].strip() not in SET_OF_RUN]
 
-    def _set(self, name: str, value: str) -> None:
-        """Set an option from the text of a setting. Raises `SpecError` if it is not one of its values."""
+    def settings_by_name(self) -> dict[str, str]:
+        """Return the values of --set by name, as text."""
+        from ..making.settings import parse_settings
+
+        return parse_settings(self.settings or [])
+
+    def set(self, name: str, text: str, flag: str = "--set") -> None:
+        """Set an option by the text of a setting. Raises `SpecError` if it is not one of its values."""
         try:
-            setattr(self, name, read_setting(name, value))
+            setattr(self, name, read_setting(name, text))
         except typer.BadParameter as error:
-            raise SpecError(f"--set {name}={shown(value)} is invalid: {error.message}") from None
+            raise SpecError(f"{flag} {name}={shown(text)} is invalid: {error.message}") from None
 
     def require_file_options(self, text: str, *used: str) -> None:
         """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""
@@ -284,23 +285,22 @@ SHARED = [
 SHARED_NAMES = frozenset(option.name for option in SHARED)
 
 
-def _parts_of(text: str) -> tuple[str, str, str]:
-    """Return the name of a setting with underscores, its equals sign and its value; empty where they are missing."""
-    name, equals, value = text.partition("=")
-    return name.strip().replace("-", "_"), equals, value.strip()
-
-
 def read_setting(name: str, text: str) -> Any:
     """Return a text as the value of the option of this name. Raises as its parser."""
+    from ..making.settings import WORDS
+
     hint, declared = Options.__annotations__[name], getattr(Options, name)
     if text.lower() == "none" and (type(None) in get_args(hint) or name == "padding"):
         return declared.default
-    if hint is bool and text.lower() not in _SWITCH:
-        raise typer.BadParameter(f"{name} must be true or false.")
+    if hint is bool:
+        switched = {**WORDS, "1": True, "0": False}.get(text.casefold())
+        if not isinstance(switched, bool):
+            raise typer.BadParameter(f"{name} must be true or false.")
+        return switched
     if name in ("num_heads", "padding") and len(text) < 100:
         counts(name, text)
     parser = declared.parser or (Path if Path in get_args(hint) else str)
-    return _SWITCH[text.lower()] if hint is bool else parser(text)
+    return parser(text)
 
 
 def arguments_of(takes: Collection[str]) -> tuple["LayerArgument", ...]:

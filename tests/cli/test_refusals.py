@@ -98,7 +98,7 @@ LINES: list[tuple[str, ...]] = [
     (f"{LAYER} --input whole.pt", "int32", "floating-point"),
     (f"{LAYER} --input names.pt", "names q, which is not an argument"),
     ("trace --export absent/a.txt", "the folder ", "absent does not exist"),
-    *((f"{c} --set d=1", "--set d=1 is not an argument") for c in ("trace", "params", "compare-heads", "diff")),
+    *((f"{c} --set d=1", "--set d is not an argument") for c in ("trace", "params", "compare-heads", "diff")),
     ("trace --input-shape x=2x3", "--input-shape x=2x3 needs a TARGET"),
     ("trace mine.py:Needy --num-heads 1,2", "a target takes one number", "mha-inspect params --num-heads 1,2"),
     ("trace bert --layer torch", "two layers"),
