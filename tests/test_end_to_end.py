@@ -16,9 +16,9 @@ from .schemas import load_schema
 LINES = {
     "trace everything": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5 --causal --ops --stats --values",
     "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --set kdim=11 --set vdim=13"
-    " --per-head-weights",
-    "trace training": "trace --embed-dim 22 --num-heads 2 --train --set dropout=0.5 --grad --set add_bias_kv=true"
-    " --set add_zero_attn=true",
+    " --set average_weights=false",
+    "trace training": "trace --embed-dim 22 --num-heads 2 --train --set dropout=0.5 --set grad=true"
+    " --set add_bias_kv=true --set add_zero_attn=true",
     "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
     "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11",
 }
@@ -51,7 +51,7 @@ def rows(page: str) -> dict[str, tuple[list[int], str]]:
 
 
 def page(invoke: Callable[..., Any], line: str) -> str:
-    code, out, err = invoke(*line.split(), "--plain")
+    code, out, err = invoke(*line.split())
     assert (code, err) == (0, "")
     return out
 
@@ -69,5 +69,5 @@ def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
     assert "\nreturns  output [1, 12, 512]; weights [1, 12, 12], the mean of 2 heads\n" in text
     assert "q_heads · k_headsᵀ / √256" in text
     assert text.splitlines()[-1].startswith("Opened stages agree with the kernel: difference ")
-    text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")
+    text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --set average_weights=false")
     assert "; weights [1, 2, 12, 12]\n" in text  # the stage weights has the same axes

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, SpecError
 from ..layers.spec import InputSpec
-from ..making.arguments import InputShape
+from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Kind, plain
 from ..text import listed, message_of

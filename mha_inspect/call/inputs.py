@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
-from ..making.arguments import InputShape
+from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
@@ -37,11 +37,6 @@ _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape"
 """Flags that set the inputs."""
 _ROLES: dict[Kind, Kind] = {"query": "query", "hidden": "query", "key": "key", "other": "key", "value": "value"}
 """Kind of an argument to the name that a file may use for it."""
-_SWITCHES = {
-    "need_weights": ("need_weights", "output_attentions"),
-    "average_weights": ("average_attn_weights",),
-}
-"""Flag to the arguments that it switches: the first of them that a forward has."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +76,7 @@ def make_call(target: Target, asked: Asked) -> Call:
     forward = replace(forward, batch_first=layout.batch_first)
     values = _Drawing(forward, given, asked).values(plans)
     masks = _masks(forward, target, asked, values, notes)
-    switches = _switches(forward, asked.flags)
-    call = forward.call({**switches, **values, **masks.by_name})
+    call = forward.call({**values, **masks.by_name})
     # An argument without a name comes first, then the others in the order of the signature.
     drawn = [name for name in plans if name not in forward.parameters]
     drawn += [name for name in forward.parameters if name in plans]
@@ -430,7 +424,7 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     said = f"{file}: {name} has shape {list(tensor.shape)}"
     rank = len(places) + 1
     if tensor.dim() != rank:
-        ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
+        ways = {2: "Try --set unbatched=true.", 3: "Drop unbatched."}
         way_out = ways.get(tensor.dim(), f"Save it with {rank} dimensions.")
         raise InputError(f"{said}, expected {rank} dimensions: `{axes}`. {way_out}")
     if tensor.shape[-1] != width:
@@ -446,17 +440,3 @@ def _moved(forward: Forward, tensor: Tensor) -> Tensor:
     """Return a tensor on the device of the parameters, and in their dtype unless it has whole numbers."""
     dtype = forward.dtype if tensor.is_floating_point() else None
     return tensor.to(device=forward.device, dtype=dtype)
-
-
-def _switches(forward: Forward, flags: Flags) -> dict[str, bool]:
-    """Return the switches for returned weights by name. Raises `SpecError` if one does not apply."""
-    switches: dict[str, bool] = {}
-    for flag, names in _SWITCHES.items():
-        if flag not in flags.given:
-            continue
-        arguments = [name for name in names if name in forward.parameters]
-        if arguments:
-            switches[arguments[0]] = bool(flags.values[flag])
-        elif flag in flags.typed:
-            raise SpecError(f"{forward.label} has no argument {names[0]}, so {dashed(flag)} does not apply. Drop it.")
-    return switches

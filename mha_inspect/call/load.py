@@ -16,7 +16,7 @@ from ..errors import InputError, SpecError
 from ..layers.catalog import find_layer
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..making.target import Target, resolve
-from ..making.vocabulary import Flags, flag_of
+from ..making.vocabulary import SWITCHES, argument_of_forward, flag_of
 from ..record.arguments import copy_module
 from ..running.subject import Subject
 from ..text import a_kind, did_you_mean
@@ -117,16 +117,21 @@ def _without_ones(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: s
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
     """Return the subject of a layer that was built from this spec, with inputs."""
     settings = plain_fields(spec)
+    names = signature(module.forward).parameters
+    switches: dict[str, bool] = {}
+    for setting in SWITCHES:
+        argument = argument_of_forward(setting, names)
+        if argument is not None:
+            switches[argument] = getattr(run, setting)
     target = Target(
         module=module,
         made_from=layer,
         passed=settings,
         arguments=settings,
+        forward_settings=switches,
         layer=find_layer(layer),
     )
-    switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
-    flags = Flags(values=switches, given=frozenset(switches))
-    call = call_target(target, Asked(inputs, flags, seed=spec.seed))
+    call = call_target(target, Asked(inputs, seed=spec.seed))
     return subject_of(target, call, spec.seed, run.grad)
 
 

@@ -18,11 +18,11 @@ from typer.models import OptionInfo
 from .. import __version__
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, find_layer
-from ..making.vocabulary import SET_BY_NAME, dashed
+from ..making.vocabulary import dashed
 from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
-from .options import OUTPUTS, SHARED, Options, argument
+from .options import OUTPUTS, SHARED, Options, arguments_of
 from .output import checked_destination, print_and_export, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
@@ -160,11 +160,8 @@ class Commands(_Grouped, TyperGroup):
         """Run the command and return its result. Errors go to the caller, who maps them to exit codes."""
         if COMPLETE in os.environ:
             self._main_shell_completion({}, PROGRAM, COMPLETE)
-        try:
-            with self.make_context(PROGRAM, _with_command(sys.argv[1:] if args is None else args)) as ctx:
-                return self.invoke(ctx)
-        finally:
-            screen.asked_color = "auto"
+        with self.make_context(PROGRAM, _with_command(sys.argv[1:] if args is None else args)) as ctx:
+            return self.invoke(ctx)
 
 
 _OF_PROGRAM = ("-h", "--help", "-V", "--version", "--install-completion", "--show-completion", "--")
@@ -309,7 +306,7 @@ def layers(
             formula=kind.parameter_formula,
             split=kind.split,
             source=kind.origin,
-            arguments=tuple(argument(setting) for setting in SET_BY_NAME if setting == "bias" or setting in kind.takes),
+            arguments=arguments_of(kind.takes),
         )
         for kind in (LAYERS.values() if name is None else [find_layer(name)])
     ]

@@ -14,7 +14,7 @@ from . import subject
 from .app import STARTED, command
 from .expected import INTENT, loaded_for, meaning_of
 from .help import PROGRAM
-from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
+from .options import NUMBERS, TARGET, Options, option, size
 from .output import checked_destination, print_and_export, write
 from .patch import patch_beside
 
@@ -28,7 +28,7 @@ PANEL = "Check"
 @command(
     "check model.py:Attention --causal",
     "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
-    without=(*NUMBERS, *RETURNED_WEIGHTS, "grad", "train"),
+    without=(*NUMBERS, "train"),
     targets=True,
 )
 def check(
@@ -44,7 +44,6 @@ def check(
         "The argument that takes the cache (the forward's second output), or positions.",
         metavar="NAME",
     ),
-    batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="from the code, else 0"),
     scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
     reference: str | None = option(
         INTENT, "A trusted TARGET with the same arguments, as a reference.", metavar="TARGET"
@@ -52,9 +51,11 @@ def check(
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
-    list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
     explain: str | None = option(
-        PANEL, "Explain a check with an example that fails, and exit.", words=CHECKS, metavar="NAME"
+        PANEL,
+        "Explain a check with an example that fails, or list all, and exit.",
+        words=(*CHECKS, "all"),
+        metavar="NAME|all",
     ),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
@@ -62,7 +63,7 @@ def check(
     --causal, --window, --mask, --cache, --scale and --reference say what behaviour to expect, and add checks. The exit
     code is 1 if a check fails, and with --strict also if something may be wrong.
     """
-    if list_checks:
+    if explain == "all":
         _write_list()
         return ExitCode.OK
     if explain is not None:
@@ -75,7 +76,7 @@ def check(
         "window": window,
         "padding_side": padding_side,
         "cache": cache,
-        "batch_axis": _batch_axis(target, options) if batch_axis is None else batch_axis,
+        "batch_axis": _batch_axis(target, options),
         "scale": scale,
         **meaning_of(mask),
     }

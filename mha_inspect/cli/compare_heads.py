@@ -12,7 +12,7 @@ from ..making.vocabulary import flag_of
 from ..text import listed, plural, shown
 from . import subject
 from .app import command
-from .options import FAIL_IF, NUMBERS, RETURNED_WEIGHTS, TARGET, Options, counts, option, require_numbers, size
+from .options import FAIL_IF, NUMBERS, TARGET, Options, counts, option, require_numbers, size
 from .output import Drawn, checked_destination, print_and_export, require_drawable, shows_pictures
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ USUAL = (1, 2, 4, 8, 16)
 @command(
     "compare-heads --embed-dim 512 --heads 1,2,4,8,16",
     "compare-heads --embed-dim 512 --heads 1,8 --steps 1 --focus --fail-if differs",
-    without=(*NUMBERS, *RETURNED_WEIGHTS, "grad"),
+    without=NUMBERS,
 )
 def compare_heads(
     options: Options,

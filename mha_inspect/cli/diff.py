@@ -13,7 +13,7 @@ from ..layers.catalog import LAYERS
 from ..text import shown
 from . import subject
 from .app import command
-from .options import FAIL_IF, FORMS, NUMBERS, RETURNED_WEIGHTS, Options, completing, option
+from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, option
 from .output import checked_destination, print_and_export
 from .sides import AskedSide, checked_sides, runs
 
@@ -41,7 +41,7 @@ def _module(side: SideName) -> Any:
 @command(
     "diff torch fold-heads --embed-dim 512 --num-heads 8",
     "diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16",
-    without=(*NUMBERS, *RETURNED_WEIGHTS),
+    without=NUMBERS,
 )
 def diff(
     options: Options,

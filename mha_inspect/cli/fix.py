@@ -13,7 +13,7 @@ from ..text import shown
 from . import subject
 from .app import command
 from .expected import INTENT, meaning_of
-from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
+from .options import NUMBERS, TARGET, Options, option, size
 from .output import checked_destination, print_and_export, say
 from .patch import module_of, target_of
 from .patch_file import require_writable, write_patched
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @command(
     "fix model.py:Attention",
     "fix model.py:Attention --causal --write",
-    without=(*NUMBERS, *RETURNED_WEIGHTS, "grad", "train"),
+    without=(*NUMBERS, "train"),
     targets=True,
 )
 def fix(

@@ -13,7 +13,7 @@ PROGRAM = "mha-inspect"
 TOPICS = {
     "masks": "causal, padding and other masks, and how check tests them",
     "inputs": "sizes, shapes, files, and arguments that cannot be guessed",
-    "caches": "decoding with a cache: --decode, --cache, --positions",
+    "caches": "decoding with a cache: --decode, and check --cache",
     "checkpoints": "files of weights: params FILE, --like, diff of two files",
     "fixes": "fix: a patch of your file that was run, and --write",
     "ranks": "attention sharded over devices: --ranks, and torchrun",
@@ -147,7 +147,7 @@ SHORT = {
             ("--cache NAME", "argument that takes the cache"),
             ("--scale sqrt_head_dim", "the scores are divided by √head_dim"),
             ("--reference TARGET", "a trusted module with the same arguments"),
-            ("--only NAME, --skip NAME", "checks to run or skip; see --list and --explain"),
+            ("--only NAME, --skip NAME", "checks to run or skip; --explain all lists them"),
             ("--strict", "exit with 1 also if something may be wrong"),
             _SHAPE,
             _EXPORT,

@@ -4,16 +4,15 @@
 # makes usage errors noticeably slower.
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import typer
 
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import LAYERS
-from ..making.vocabulary import SET_BY_NAME, dashed
-from ..render import screen
+from ..making.vocabulary import SET_BY_NAME, SET_OF_RUN, SWITCHES, dashed
 from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -25,17 +24,15 @@ FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
-COLORS = ("auto", "always", "never")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
-RETURNED_WEIGHTS = ("need_weights", "average_weights")
-"""Options on the weights that a layer returns. No stage depends on them."""
-OUTPUTS = ("json", "plain", "export", "color", "quiet")
+OUTPUTS = ("json", "export", "quiet")
 """Options of every command: where its report goes, and how."""
+SET_BY_TEXT = (*SET_BY_NAME, *SWITCHES, *SET_OF_RUN)
+"""Settings of a layer without an option of their own: --set gives them."""
 LARGEST_SIZE = 2**40
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) -> Callable[[object], N]:
@@ -55,11 +52,11 @@ def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) 
 
 _WHOLE = "a whole number: write digits only, e.g. 512."
 _whole_number = _reader(int, _WHOLE)
-_size_number = _reader(int, _WHOLE, LARGEST_SIZE)
+size_number = _reader(int, _WHOLE, LARGEST_SIZE)
 _real_number = _reader(float, "a number: write digits, e.g. 0.1.")
 
 
-def _word_of(words: Sequence[str]) -> Callable[[object], str]:
+def word_of(words: Sequence[str]) -> Callable[[object], str]:
     """Return a parser of these words. It raises `typer.BadParameter` with the nearest one for any other text."""
 
     def word(typed: object) -> str:
@@ -101,24 +98,19 @@ def option(
     `words` lists the words that it takes (empty: any).
     """
     if words:
-        of_words = {"parser": _word_of(words), "metavar": "|".join(words), "autocompletion": completing(words)}
+        of_words = {"parser": word_of(words), "metavar": "|".join(words), "autocompletion": completing(words)}
         more = {**of_words, **more}
     return typer.Option(default, *flags.split(), help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
 def size(panel: str, help: str, default: int | None = None, unset: str | bool = True) -> Any:
     """Declare an option that takes a whole number. `unset` is the help's word for a missing default."""
-    return option(panel, help, default, metavar="N", parser=_size_number, show_default=unset)
+    return option(panel, help, default, metavar="N", parser=size_number, show_default=unset)
 
 
 def file(panel: str, help: str, flags: str = "", unset: str | bool = True) -> Any:
     """Declare an option that takes the name of a file."""
     return option(panel, help, None, flags, metavar="FILE", show_default=unset)
-
-
-def _paint(asked: Literal["auto", "always", "never"]) -> str:
-    screen.asked_color = asked
-    return asked
 
 
 TARGET = typer.Argument(
@@ -192,28 +184,19 @@ class Options:
     device: str = option(
         RUN, "Device to run on.", "cpu", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)
     )
-    grad: bool = option(RUN, "Whether gradients are recorded.", False, "--grad/--no-grad")
-    need_weights: bool = option(
-        RUN, "Whether the layer returns its attention weights.", True, "--need-weights/--no-need-weights"
-    )
-    average_weights: bool = option(
-        RUN, "Return weights averaged over heads, or per head.", True, "--average-weights/--per-head-weights"
-    )
+    grad: bool = option(RUN, "Whether gradients are recorded.", False)
+    need_weights: bool = option(RUN, "Whether the layer returns its attention weights.", True)
+    average_weights: bool = option(RUN, "Whether returned weights are averaged over heads.", True)
 
-    ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
+    ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched, and what each stage takes.", False)
     stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
     values: bool = option(OUTPUT, "Print the tensors.", False)
-    cost: bool = option(OUTPUT, "Add bytes, FLOPs, and whether a stage is a view or a copy.", False)
     json: bool = option(OUTPUT, "Print JSON.", False)
-    plain: bool = option(
-        OUTPUT, "Print plain text without a table.", False, show_default="plain in a pipe, a table on a terminal"
-    )
     export: Path | None = file(
         OUTPUT,
         "Also write the report to a .txt, .json or .html file; a .png takes the pictures of trace and compare-heads.",
         "-o --export",
     )
-    color: str = option(OUTPUT, "Whether tables are in colour.", "auto", words=COLORS, is_eager=True, callback=_paint)
     quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:
@@ -239,8 +222,6 @@ class Options:
         sources = {name: source.name for name in values if (source := context.get_parameter_source(name)) is not None}
         options.given = frozenset(name for name, source in sources.items() if not source.startswith("DEFAULT"))
         options.typed = frozenset(name for name in options.given if sources[name] == "COMMANDLINE")
-        if options.json and options.plain:
-            raise SpecError("--json and --plain are two formats. Drop one.")
         return options
 
     def take_layer(self, name: str) -> None:
@@ -257,20 +238,36 @@ class Options:
                 f"--input-shape {shown(self.input_shape[0])} needs a TARGET, but {command} was given none. Name one, "
                 f"e.g. mha-inspect {command} path/to/file.py:Name."
             )
-        for text in self.settings or ():
-            name, equals, value = (part.strip() for part in text.partition("="))
+        for name, text in self.settings_by_name().items():
             name = name.replace("-", "_")
-            if name in (option.name for option in SHARED):
-                raise SpecError(f"--set {shown(text)} has an option of its own: {dashed(name)}.")
-            if not equals or name not in SET_BY_NAME:
+            if name in SHARED_NAMES:
+                raise SpecError(f"--set {shown(name)}={shown(text)} has an option of its own: {dashed(name)}.")
+            if name not in SET_BY_TEXT:
                 raise SpecError(
-                    f"--set {shown(text)} is not an argument of a layer: `mha-inspect layers {self.layer}` lists them. "
-                    f"For a module of your own, name a TARGET.{did_you_mean(name, SET_BY_NAME)}"
+                    f"--set {shown(name)} is not an argument of a layer: `mha-inspect layers {self.layer}` lists them. "
+                    f"For a module of your own, name a TARGET.{did_you_mean(name, SET_BY_TEXT)}"
                 )
-            try:
-                setattr(self, name, read_setting(name, value))
-            except typer.BadParameter as error:
-                raise SpecError(f"--set {name}={shown(value)} is invalid: {error.message}") from None
+            self.set(name, text)
+
+    def take_settings_of_run(self) -> None:
+        """Take from --set how a target is run; the other settings are arguments of its constructor or its forward."""
+        for name, text in self.settings_by_name().items():
+            if name in SET_OF_RUN:
+                self.set(name, text)
+        self.settings = [text for text in self.settings or () if text.partition("=")[0].strip() not in SET_OF_RUN]
+
+    def settings_by_name(self) -> dict[str, str]:
+        """Return the values of --set by name, as text."""
+        from ..making.settings import parse_settings
+
+        return parse_settings(self.settings or [])
+
+    def set(self, name: str, text: str, flag: str = "--set") -> None:
+        """Set an option by the text of a setting. Raises `SpecError` if it is not one of its values."""
+        try:
+            setattr(self, name, read_setting(name, text))
+        except typer.BadParameter as error:
+            raise SpecError(f"{flag} {name}={shown(text)} is invalid: {error.message}") from None
 
     def require_file_options(self, text: str, *used: str) -> None:
         """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""
@@ -282,26 +279,39 @@ class Options:
 SHARED = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, name), annotation=hint)
     for name, hint in Options.__annotations__.items()
-    if name not in SET_BY_NAME
+    if name not in SET_BY_TEXT
 ]
 """The shared options as parameters of a function."""
+SHARED_NAMES = frozenset(option.name for option in SHARED)
 
 
 def read_setting(name: str, text: str) -> Any:
     """Return a text as the value of the option of this name. Raises as its parser."""
+    from ..making.settings import WORDS
+
     hint, declared = Options.__annotations__[name], getattr(Options, name)
     if text.lower() == "none" and (type(None) in get_args(hint) or name == "padding"):
         return declared.default
-    if hint is bool and text.lower() not in _SWITCH:
-        raise typer.BadParameter(f"{name} must be true or false.")
+    if hint is bool:
+        switched = {**WORDS, "1": True, "0": False}.get(text.casefold())
+        if not isinstance(switched, bool):
+            raise typer.BadParameter(f"{name} must be true or false.")
+        return switched
     if name in ("num_heads", "padding") and len(text) < 100:
         counts(name, text)
     parser = declared.parser or (Path if Path in get_args(hint) else str)
-    return _SWITCH[text.lower()] if hint is bool else parser(text)
+    return parser(text)
 
 
-def argument(name: str) -> "LayerArgument":
-    """Return an argument of a layer that --set gives, as `mha-inspect layers NAME` lists it."""
+def arguments_of(takes: Collection[str]) -> tuple["LayerArgument", ...]:
+    """Return the arguments that --set gives a layer that takes these optional ones, for `mha-inspect layers NAME`."""
+    every_layer = {"bias", "grad"}
+    if "need_weights" in takes:
+        every_layer.add("average_weights")
+    return tuple(_argument(name) for name in SET_BY_TEXT if name in takes or name in every_layer)
+
+
+def _argument(name: str) -> "LayerArgument":
     from ..reports.common import LayerArgument
 
     hint, declared = Options.__annotations__[name], getattr(Options, name)

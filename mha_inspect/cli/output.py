@@ -70,7 +70,7 @@ class Drawn:
 def shows_pictures(options: Options) -> bool:
     """Return whether stdout is a terminal on which heat maps can be seen: it has colours, and is not narrow."""
     out = sys.stdout
-    if options.json or options.plain or not (is_terminal(out) and in_color(out)):
+    if options.json or not (is_terminal(out) and in_color(out)):
         return False
     width = columns(out)
     return width is not None and width >= _ENOUGH_FOR_PICTURES
@@ -139,7 +139,7 @@ def _format_for_stdout(options: Options, out: IO[str] | None) -> Format:
     """Return the format for stdout; `out` is None if the process has no stdout."""
     if options.json:
         return "json"
-    return "table" if is_terminal(out) and not options.plain else "plain"
+    return "table" if is_terminal(out) else "plain"
 
 
 def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> str | bytes:

@@ -14,7 +14,7 @@ from ..making.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .app import command
-from .options import RETURNED_WEIGHTS, TARGET, Options, option, require_ranks, size
+from .options import TARGET, Options, option, require_ranks, size
 from .output import checked_destination, print_and_export
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values")
 @command(
     "params --embed-dim 512 --num-heads 8 --per-head",
     "params --embed-dim 512 --num-heads 1,2,4,8",
-    without=(*RETURNED_WEIGHTS, "grad", "ops"),
+    without=("ops",),
 )
 def params(
     options: Options,

@@ -7,15 +7,14 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
 from ..errors import NoMaskError, SpecError
 from ..layers.catalog import OPTIONAL, LayerKind, find_layer
 from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
+from ..making.vocabulary import dashed
 from ..text import did_you_mean, shown
 from . import subject
-from .options import Options, is_target, read_setting, require_numbers
+from .options import Options, is_target, require_numbers
 
 if TYPE_CHECKING:
     from ..call.call import Call
@@ -31,7 +30,7 @@ USUAL = ("torch", "per-head")
 _FINEST = ("float64", "float32", "float16", "bfloat16")
 SETTINGS = tuple(name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec))
 """Every setting that may be set for one side."""
-_OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights")
+_OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "grad")
 """Settings that apply to a target as they do to a layer."""
 _OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
 """Settings of the weights and the input, which are the same on both sides."""
@@ -68,59 +67,50 @@ class AskedSide:
         return find_layer(self.text)
 
     @property
-    def of_constructor(self) -> list[str]:
-        """The settings that are arguments of a target's constructor, rather than of its run."""
-        return [text for text in self.settings if self.is_target and setting_of(text) not in _OF_RUN]
+    def by_name(self) -> dict[str, str]:
+        """Its settings as texts, by the names of the specs for those that are no argument of a target."""
+        from ..making.settings import parse_settings
+
+        by_name: dict[str, str] = {}
+        for key, text in parse_settings(self.settings, self.flag).items():
+            name = key.replace("-", "_").lower()
+            name = "training" if name == "train" else name
+            is_of_run = name in _OF_RUN or not self.is_target
+            by_name[name if is_of_run else key] = text
+        return by_name
+
+    @property
+    def of_constructor(self) -> dict[str, str]:
+        """The settings that are arguments of a target, rather than of its run."""
+        return {name: text for name, text in self.by_name.items() if self.is_target and name not in _OF_RUN}
 
     def options(self, options: Options) -> Options:
         """Return the options with the other settings of this side. Keys may have hyphens for underscores."""
         side = copy(options)
-        names: set[str] = set()
-        for text in self.settings:
-            if text in self.of_constructor:
+        of_constructor = self.of_constructor
+        for name, text in self.by_name.items():
+            if name in of_constructor:
                 continue
-            name = setting_of(text)
-            self._require_setting(text, names)
-            names.add(name)
-            value = text.partition("=")[2].strip()
-            try:
-                setattr(side, _option(name), read_setting(_option(name), value))
-            except typer.BadParameter as error:
-                raise SpecError(f"{self.flag} {name}={shown(value)} is invalid: {error.message}") from None
-            side.given |= {_option(name)}
-            side.typed |= {_option(name)}
+            self._require_setting(name)
+            option = "train" if name == "training" else name
+            side.set(option, text, self.flag)
+            side.given |= {option}
+            side.typed |= {option}
         return side
 
-    def _require_setting(self, text: str, earlier: Collection[str]) -> None:
-        """Raise `SpecError` for a text that is no setting of one side, or gives one that came earlier."""
-        typed, equals, _ = text.partition("=")
-        typed, name = typed.strip(), setting_of(text)
-        if not equals:
-            raise SpecError(
-                f"{self.flag} {shown(text)} has no value: write KEY=VALUE, e.g. {self.flag} dtype=bfloat16."
-            )
+    def _require_setting(self, name: str) -> None:
+        """Raise `SpecError` for a name that is no setting of one side."""
         if name not in SETTINGS:
             raise SpecError(
-                f"{self.flag} {shown(typed)} is not a setting. Settings: {', '.join(SETTINGS)}."
-                f"{did_you_mean(typed, SETTINGS)}"
+                f"{self.flag} {shown(name)} is not a setting. Settings: {', '.join(SETTINGS)}."
+                f"{did_you_mean(name, SETTINGS)}"
             )
-        if name in earlier:
-            raise SpecError(f"{self.flag} gives {name} twice. Give it once.")
         if name in _OF_BOTH:
+            instead = "--set unbatched=true" if name == "unbatched" else dashed(name)
             raise SpecError(
                 f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
-                f"--{name.replace('_', '-')} instead."
+                f"{instead} instead."
             )
-
-
-def setting_of(text: str) -> str:
-    """Return the name of the setting in a `KEY=VALUE` text."""
-    name = text.partition("=")[0].strip().replace("-", "_").lower()
-    return "training" if name == "train" else name
-
-
-def _option(name: str) -> str:
-    return "train" if name == "training" else name
 
 
 @dataclass(frozen=True)
@@ -140,7 +130,7 @@ class PlannedLayer:
 def planned_layer(options: Options, asked: AskedSide, beside: LayerKind) -> PlannedLayer:
     """Return a layer with the settings of its side, and without settings that only the layer `beside` it has."""
     kind = asked.kind
-    names = [setting_of(text) for text in asked.settings]
+    names = list(asked.by_name)
     changed = asked.options(options)
     changed.layer = kind.name
     ignored = _drop_settings_of(beside, changed, kind, names)
@@ -214,7 +204,6 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     A side that is not named is --layer. Otherwise the right side is the left one with other settings, or per-head for
     a layer (torch if per-head is on the left).
     """
-    from ..making.arguments import parse_settings
 
     has_target = left.is_target or right.is_target
     both_named = bool(left.text and right.text)
@@ -231,7 +220,6 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     for side in sides:
         if side.is_target:
             subject.check_target(side.text, options, "diff", beside_layer=not both_named)
-            parse_settings(side.settings, side.flag)
         else:
             _ = side.kind
         changed = side.options(options)
@@ -376,7 +364,6 @@ def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, bes
     """Load a target, or a module of it, and make its arguments."""
     from ..call.part import part_of, with_arguments_of
     from ..compare.diff import sizes_of
-    from ..making.arguments import parse_settings
 
     set_options = asked.options(options)
     # Beside a module of a model, a whole target gets the sizes and arguments of that module.
@@ -394,7 +381,7 @@ def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, bes
         raise SpecError(f"{error} For the other side only: --{opposite.name}-set causal=true.") from None
     if asked.path is not None:
         target, call = part_of(target, call, asked.path)
-    return _TargetDraft(target, call, dict(parse_settings(asked.settings)), options.seed, set_options.grad)
+    return _TargetDraft(target, call, asked.by_name, options.seed, set_options.grad)
 
 
 def _settings_taken_by(opposite: AskedSide) -> frozenset[str]:

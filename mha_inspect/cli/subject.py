@@ -92,9 +92,8 @@ def with_heads(options: Options, count: int) -> Options:
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` if --set fixes the head count, or one of `heads` is below 1. `way` is the way out."""
-    from ..making.arguments import parse_settings
 
-    for name in parse_settings(options.settings or []):
+    for name in options.settings_by_name():
         if flag_of(name.rpartition(".")[2]) == "num_heads":
             raise SpecError(f"--set {name} fixes the number of heads. Drop it: {way}")
     if min(heads) < 1:
@@ -114,7 +113,7 @@ def require_head_count(target: Target, command: str) -> None:
 def flags(options: Options) -> Flags:
     """Return the flags for the constructor of a target, with their sources. Raises `SpecError` for a list of heads."""
     named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
-    named |= {"causal", "seq_len", "need_weights", "average_weights"}
+    named |= {"causal", "seq_len"}
     values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
     return Flags(values, options.given, options.typed)
 
@@ -141,8 +140,8 @@ def check_target(
 
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
     """
-    from ..making.arguments import parse_settings, parse_shapes
     from ..making.importing import require_file
+    from ..making.settings import parse_shapes
 
     if not is_target(text):
         _require_no_file(text)
@@ -152,7 +151,7 @@ def check_target(
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
     _require_seed(options)
-    parse_settings(options.settings or [])
+    options.take_settings_of_run()
     parse_shapes(options.input_shape or [])
     if not many_heads:
         flags(options)
@@ -327,7 +326,7 @@ def load_with_fewer_tokens(text: str | None, options: Options, failed: Subject) 
 def load_target(
     text: str,
     options: Options,
-    side_settings: Sequence[str] = (),
+    side_settings: Mapping[str, str] | None = None,
     sizes: Mapping[str, Any] | None = None,
     elsewhere: Collection[str] = (),
     flag: str = "--set",
@@ -336,7 +335,6 @@ def load_target(
 
     `sizes` replace options that the user did not set. Options in `elsewhere` apply to the other side.
     """
-    from ..making.arguments import parse_settings
     from ..making.importing import is_file_alone
     from ..making.in_file import choose_in_file
     from ..making.target import TargetSpec
@@ -351,7 +349,7 @@ def load_target(
         training=options.train,
         seed=options.seed,
     )
-    settings = parse_settings([*(options.settings or []), *side_settings])
+    settings = options.settings_by_name() | dict(side_settings or {})
     if not is_file_alone(text):
         return with_group(lambda: build(text, settings, spec))
     if text not in options.chosen:
@@ -384,7 +382,7 @@ def call_of(target: Target, options: Options, like: Call | None = None, *, may_f
     """Make the arguments of a target's forward from the options, as `call.load.call_target` does."""
     from ..call.inputs import Asked
     from ..call.load import call_target
-    from ..making.arguments import parse_shapes
+    from ..making.settings import parse_shapes
 
     shapes = parse_shapes(options.input_shape or [])
     asked = Asked(inputs(options), flags(options), shapes, options.seed)

@@ -17,7 +17,7 @@ from ..text import did_you_mean, shown
 from . import subject
 from .app import STARTED, command
 from .help import PROGRAM
-from .options import TARGET, Options, file, option, require_ranks, size
+from .options import TARGET, Options, completing, option, require_ranks, size, size_number, word_of
 from .output import Drawn, checked_destination, print_and_export, require_drawable
 from .ranks import of_all_ranks, place, prints_answer
 
@@ -26,9 +26,21 @@ if TYPE_CHECKING:
     from ..pictures.stages import Attended
     from ..render.export import Destination
     from ..reports.trace import Trace
-    from ..running.subject import Run
+    from ..running.subject import Run, Subject
 
 PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
+
+
+def _picture_typed(typed: str) -> str:
+    """Return the stage and the heads to draw as they were typed: `weights`, or `weights:0,3-5`."""
+    word_of(STAGES)(typed.partition(":")[0])
+    return typed
+
+
+def _ranks_typed(typed: str) -> str:
+    """Return the number of ranks and the plan as they were typed: `2`, or `2:plan.json`."""
+    size_number(typed.partition(":")[0])
+    return typed
 
 
 @command(
@@ -45,36 +57,25 @@ def trace(
         metavar="N|PATH",
         show_default="one of each kind",
     ),
-    fail_if: str | None = option(
-        PANEL,
-        "Exit with code 1 if the run shows a problem; with suspicion, also if it shows a suspicion.",
-        words=("problem", "suspicion"),
-        show_default="never",
-    ),
     watch: bool = option(PANEL, "Print the page again on each save of TARGET's file, until Ctrl-C.", False),
     decode: int | None = size(
         DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
     ),
-    cache: str | None = option(
-        DECODE,
-        "The argument that takes the cache, the second value that forward returns.",
-        metavar="NAME",
-        show_default="found",
-    ),
-    positions: str | None = option(
-        DECODE, "An argument that takes positions, to advance at each step.", metavar="NAME", show_default="by name"
-    ),
-    ranks: int | None = size(RANKS, "Shard the heads over N ranks, and run all of them in this process.", unset="one"),
-    plan: Path | None = file(
-        RANKS, "How to shard: JSON from module path to colwise, rowwise or replicate, or FILE.py:NAME.", unset="found"
+    ranks: str | None = option(
+        RANKS,
+        "Shard the heads over N ranks, all in this process; PLAN is JSON from module path to colwise, rowwise or "
+        "replicate, or FILE.py:NAME.",
+        metavar="N[:PLAN]",
+        parser=_ranks_typed,
+        show_default="one",
     ),
     picture: str | None = option(
         PICTURE,
-        "Draw this stage, with a heat map per head: weights, scores or any other.",
-        words=STAGES,
-        metavar="STAGE",
+        "Draw this stage, with a heat map per head, e.g. weights or weights:0,3-5.",
+        metavar="STAGE[:HEADS]",
+        parser=_picture_typed,
+        autocompletion=completing(STAGES),
     ),
-    head: str = option(PICTURE, "The heads to draw, e.g. 0,3-5.", "", metavar="N,N-N", show_default="all"),
     tokens: str | None = option(
         PICTURE,
         "Tokens to label the axes: a file with one per line, or a comma list.",
@@ -94,23 +95,19 @@ def trace(
     plan is ready to paste, and the outputs of all ranks are compared with that of the whole module.
     """
     subject.check(target, options, "trace")
-    for flag, argument in (("--cache", cache), ("--positions", positions)):
-        if argument is not None and decode is None:
-            raise SpecError(f"{flag} {shown(argument)} only affects --decode. Add --decode 1.")
-    if plan is not None and ranks is None:
-        raise SpecError(f"--plan {shown(plan)} needs the number of ranks. Add --ranks 2.")
-    require_ranks(ranks, decode=decode is not None, picture=picture is not None)
-    loop = None if decode is None else _Loop(decode, cache, positions)
-    wanted = _wanted(options, picture, head, tokens)
+    count, _, plan = (ranks or "").partition(":")
+    number_of_ranks = int(count) if count else None
+    require_ranks(number_of_ranks, decode=decode is not None, picture=picture is not None)
+    wanted = _wanted(options, picture, tokens)
     export = checked_destination(options, draws=wanted is not None)
     options.quiet = options.quiet or not prints_answer()
-    asked = _Asked(target, options, loop, wanted, export, attention, ranks, plan, watch)
+    asked = _Asked(target, options, decode, wanted, export, attention, number_of_ranks, plan, watch)
     if watch:
         return _watched(asked)
     report = asked.answer()
     if report.failure is None and not prints_answer():
         return ExitCode.OK
-    return _exit_code(report, fail_if)
+    return ExitCode.OK if report.complete else ExitCode.CONDITION
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,14 @@ class _Asked:
 
     target: str | None
     options: Options
-    loop: _Loop | None
+    decode: int | None
+    """Tokens that are given one by one; None for one call."""
     wanted: Wanted | None
     export: Destination | None
     attention: str | None
     ranks: int | None
-    plan: Path | None
+    plan: str
+    """A file that says how to shard, or code that does; empty to find it."""
     watch: bool = False
     """Whether it is traced again on each save."""
 
@@ -153,7 +152,7 @@ class _Asked:
 
     def _with_patch(self, report: Trace, began: float) -> Trace:
         """Return a trace with a patch of the target's file, where one call of one process shows what is wrong."""
-        is_one_call = self.loop is None and self.ranks is None and place() is None
+        is_one_call = self.decode is None and self.ranks is None and place() is None
         is_wrong = report.failure is not None or any(finding.sure for finding in report.findings)
         if not is_one_call or not is_wrong:
             return report
@@ -166,7 +165,43 @@ class _Asked:
         return replace(report, patch=patch)
 
     def _traced(self, *, keep: bool) -> tuple[Trace, Run | None]:
-        return _traced(self.target, self.options, self.loop, keep=keep, ranks=self.ranks, plan=self.plan)
+        """Return the report of one run, or of a decode loop, and the run; None for it if the forward raised."""
+        options = self.options
+        with subject.running(options, f"tracing {self.target or options.layer}") as tick:
+            from ..call.call import explaining, way_out
+            from ..questions.trace import traced
+
+            loaded = subject.load(self.target, options, tick)
+            try:
+                with explaining(loaded):
+                    return self._recorded(loaded, keep=keep)
+            except ForwardError as failed:
+                is_one_call = self.decode is None and self.ranks is None
+                # A rank that calls again alone would wait for the others.
+                may_be_shorter = is_one_call and place() is None
+                shorter = subject.load_with_fewer_tokens(self.target, options, loaded) if may_be_shorter else None
+                if shorter is not None:
+                    return traced(shorter, subject.show(options), keep=keep, judge=True)
+                is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
+                hint = way_out(loaded) if is_one_call and not is_explained else ""
+                return _with_notes(failed.trace, (*loaded.notes, hint)), None
+
+    def _recorded(self, loaded: Subject, *, keep: bool) -> tuple[Trace, Run]:
+        """Run a subject as it was asked for: by tokens, over ranks, or once."""
+        show = subject.show(self.options)
+        if self.decode is not None:
+            from ..questions.decode import decoded
+
+            return decoded(loaded, show, self.decode)
+        if self.ranks is not None:
+            from ..questions.shard_plan import plan_from
+            from ..questions.sharding import sharded
+
+            return sharded(loaded, show, self.ranks, plan_from(self.plan) if self.plan else None)
+        from ..questions.trace import traced
+
+        report, run = traced(loaded, show, keep=keep or show.stats or show.values, judge=True)
+        return of_all_ranks(report, run, loaded), run
 
 
 def _watched(asked: _Asked) -> ExitCode:
@@ -194,71 +229,6 @@ def _unless_picture(export: Destination | None, options: Options) -> Destination
     note = f"{shown(export.asked)} was not written, because the forward raised before it ended."
     subject.print_notes([note], options)
     return None
-
-
-def _exit_code(report: Trace, fail_if: str | None) -> ExitCode:
-    """Return whether a run raised, differs from a loop of it, or shows what --fail-if names."""
-    if not report.complete:
-        return ExitCode.CONDITION
-    if fail_if is None:
-        return ExitCode.OK
-    is_problem = any(finding.sure for finding in report.findings)
-    is_suspicion = fail_if == "suspicion" and bool(report.findings)
-    return ExitCode.CONDITION if is_problem or is_suspicion else ExitCode.OK
-
-
-@dataclass(frozen=True)
-class _Loop:
-    """A decode loop, as on the command line."""
-
-    steps: int
-    """Tokens that are given one by one."""
-    cache: str | None
-    """The argument of the cache; None to find it."""
-    positions: str | None
-    """A further argument of positions; None to find it by its name."""
-
-
-def _traced(
-    target: str | None,
-    options: Options,
-    loop: _Loop | None,
-    *,
-    keep: bool = False,
-    ranks: int | None = None,
-    plan: Path | None = None,
-) -> tuple[Trace, Run | None]:
-    """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
-    show = subject.show(options)
-    with subject.running(options, f"tracing {target or options.layer}") as tick:
-        from ..call.call import explaining, way_out
-        from ..questions.trace import traced
-
-        loaded = subject.load(target, options, tick)
-        try:
-            with explaining(loaded):
-                if loop is not None:
-                    from ..questions.decode import decoded
-
-                    return decoded(loaded, show, loop.steps, loop.cache, loop.positions)
-                if ranks is not None:
-                    from ..questions.shard_plan import plan_from
-                    from ..questions.sharding import sharded
-
-                    return sharded(loaded, show, ranks, None if plan is None else plan_from(str(plan)))
-                keep = keep or show.stats or show.values
-                report, run = traced(loaded, show, keep=keep, judge=True)
-                return of_all_ranks(report, run, loaded), run
-        except ForwardError as failed:
-            is_one_call = loop is None and ranks is None
-            # A rank that calls again alone would wait for the others.
-            may_be_shorter = is_one_call and place() is None
-            shorter = subject.load_with_fewer_tokens(target, options, loaded) if may_be_shorter else None
-            if shorter is not None:
-                return traced(shorter, show, keep=keep, judge=True)
-            is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            hint = way_out(loaded) if is_one_call and not is_explained else ""
-            return _with_notes(failed.trace, (*loaded.notes, hint)), None
 
 
 def _with_notes(trace: Trace, notes: Iterable[str]) -> Trace:
@@ -322,21 +292,20 @@ class Wanted:
     """Whether they follow the report; otherwise only the file has them."""
 
 
-def _wanted(options: Options, stage: str | None, head: str, tokens: str | None) -> Wanted | None:
+def _wanted(options: Options, picture: str | None, tokens: str | None) -> Wanted | None:
     """Return the pictures to draw; None without any. Raises `MhaInspectError` for an option that needs a picture."""
-    heads = heads_of(head) if head else None
     labels = () if tokens is None else tokens_of(tokens)
-    if stage is None and options.ending not in (".png", ".html"):
-        for flag, text in (("--head", head), ("--tokens", tokens)):
-            if text:
-                raise SpecError(
-                    f"{flag} {shown(text)} only affects pictures, and none is drawn. Add --picture weights."
-                )
+    if picture is None and options.ending not in (".png", ".html"):
+        if tokens:
+            raise SpecError(
+                f"--tokens {shown(tokens)} only affects pictures, and none is drawn. Add --picture weights."
+            )
         return None
     # A page shows shapes where there are no numbers.
-    if stage is not None or options.ending != ".html":
+    if picture is not None or options.ending != ".html":
         require_drawable(options)
-    return Wanted(stage or "weights", heads, labels, stage is not None)
+    stage, _, heads = (picture or "weights").partition(":")
+    return Wanted(stage, heads_of(heads) if heads else None, labels, picture is not None)
 
 
 def heads_of(typed: str) -> tuple[int, ...]:
@@ -348,7 +317,7 @@ def heads_of(typed: str) -> tuple[int, ...]:
         if match is not None:
             first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise SpecError(f"head {shown(typed)} is not a list of heads: write numbers and ranges, e.g. --head 0,3-5.")
+            raise SpecError(f"head {shown(typed)} is not a list of heads: write e.g. --picture weights:0,3-5.")
         heads += range(first, last + 1)
     return tuple(dict.fromkeys(heads))
 

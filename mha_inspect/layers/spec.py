@@ -201,13 +201,11 @@ class Show:
     """The content of a report beyond names, shapes and axes."""
 
     ops: bool = False
-    """Every operation that PyTorch ran, with its inputs, outputs and source line."""
+    """Every operation that PyTorch ran, with its inputs, outputs and source line, and on the page what stages take."""
     stats: bool = False
     """Mean, std, min, max, NaN and inf of each tensor."""
     values: bool = False
     """The content of each tensor as text, shortened as torch shortens it."""
-    cost: bool = False
-    """The bytes, operations and memory of each stage on the page. The data of a report has them always."""
     full_values: bool = False
     """Whether every element is added as data, beside the shortened text."""
 

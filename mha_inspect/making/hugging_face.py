@@ -31,9 +31,10 @@ from ..errors import (
 )
 from ..files.checkpoint import read_json
 from ..text import did_you_mean, shown
-from .arguments import convert, settings_of_forward, unknown_setting
+from .arguments import settings_of_forward, unknown_setting
 from .bounded import built
 from .importing import in_one_line
+from .settings import convert
 from .vocabulary import ALIASES, Flags, dashed, named_for, plain
 
 INSTALL = 'pip install "mha-inspect[hf]"'

@@ -43,6 +43,21 @@ ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.i
 
 SET_BY_NAME = ("head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn", "dropout")
 """Arguments of a layer without an option of their own: --set gives them, as it does for a target."""
+SWITCHES = {
+    "need_weights": ("need_weights", "output_attentions"),
+    "average_weights": ("average_weights", "average_attn_weights"),
+}
+"""Settings on the weights that a layer returns, with the arguments of a forward that take them."""
+SET_OF_RUN = ("unbatched", "grad")
+"""Settings of a run without an option of their own, for a layer as for a target."""
+
+
+def argument_of_forward(setting: str, names: Iterable[str]) -> str | None:
+    """Return the argument of a forward that takes a setting: of its own name, or of one that means the same."""
+    for name in SWITCHES.get(setting, (setting,)):
+        if name in names:
+            return name
+    return None
 
 
 def plain(name: str) -> str:

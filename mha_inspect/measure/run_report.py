@@ -220,7 +220,7 @@ def report(
         notes=(*_notes_on_nested(run), *run.recording.notes),
         ops=tuple(_op_lines(run, axes)) if show.ops else None,
         collectives=tuple(_collectives(run)) or None,
-        _shows_cost=show.cost,
+        _shows_cost=show.ops,
     )
 
 

@@ -35,31 +35,26 @@ _NO_CACHE = re.compile(r"mask|pos|label|target|^use_|^output_|^return_", re.IGNO
 """Optional arguments of these names do not take the cache."""
 
 
-def decoded(
-    subject: Subject, show: Show, steps: int, cache: str | None = None, positions: str | None = None
-) -> tuple[Trace, Run]:
+def decoded(subject: Subject, show: Show, steps: int) -> tuple[Trace, Run]:
     """Run a prompt, then `steps` single tokens with a cache; return the trace of the last call, and its run.
 
     The trace also has a row for each call, and compares the last position of each with one forward over all tokens.
-    `positions` is a further argument to advance. The subject is unchanged afterwards.
+    The subject is unchanged afterwards.
 
-    Raises `InputError` if no prompt is left, no cache is found, or the forward has no such argument, and `ForwardError`
-    if a call raises; its trace has the rows of the calls before.
+    Raises `InputError` if no prompt is left or no cache is found, and `ForwardError` if a call raises; its trace has
+    the rows of the calls before.
     """
     require_alone(subject, "--decode")
-    loop = _Loop(subject, show, steps, cache, positions)
+    loop = _Loop(subject, show, steps)
     outcome = loop.outcome()
     trouble = _trouble(outcome)
-    if trouble and positions is None:
+    if trouble:
         repaired = _with_positions(loop, trouble)
         if repaired is not None:
             return repaired.trace, repaired.run
     if isinstance(outcome, Exception):
         raise outcome
-    trace = outcome.trace
-    if trouble and len(Arguments(subject).parameters) > 2:
-        trace = replace(trace, notes=("If an argument takes the positions, give --positions NAME.", *trace.notes))
-    return trace, outcome.run
+    return outcome.trace, outcome.run
 
 
 @dataclass(frozen=True)
@@ -106,9 +101,7 @@ class _Loop:
     show: Show
     """The content of the trace of the last call."""
     steps: int
-    cache: str | None
-    """The argument that takes the cache; None if it is to be found."""
-    positions: str | None
+    positions: str | None = None
     """A further argument to advance."""
 
     def outcome(self) -> _Decoded | ForwardError | InputError:
@@ -125,9 +118,6 @@ class _Loop:
             whole = _Whole.of(run)
         with self.subject.apart() as fresh:
             arguments = Arguments(fresh)
-            for name in (self.cache, self.positions):
-                if name:
-                    arguments.require(name)
             source = _source(fresh, arguments, whole.output, self.steps)
             pieces = _Pieces(fresh, arguments, source, whole.by_item, self.positions)
             calls = self._run(pieces)
@@ -139,7 +129,7 @@ class _Loop:
 
     def _run(self, pieces: _Pieces) -> _Calls:
         """Run each call after the other. Raises `InputError` if a call sees no key of an earlier call."""
-        cache = self.cache
+        cache: str | None = None
         past = None
         calls: list[_Call] = []
         for step, (start, stop) in enumerate(pairwise(self._places(pieces.source))):
@@ -364,9 +354,9 @@ def _no_cache(arguments: Arguments, cache: str | None) -> InputError:
     if not candidates:
         way_out = "the forward neither takes nor keeps a cache. Trace it without --decode."
     elif cache:
-        way_out = f"with {cache}, a step sees no earlier token. Give --cache NAME."
+        way_out = f"with {cache}, a step sees no earlier token. Use it in the forward."
     else:
-        way_out = f"the forward returns nothing that it takes ({listed(candidates)}). Give --cache NAME."
+        way_out = f"the forward returns nothing that it takes ({listed(candidates)}). Return it second."
     return InputError(f"no cache was found: {way_out}")
 
 

@@ -170,7 +170,7 @@ def _require_own_linear(part: Part, module: nn.Module) -> None:
         raise InputError(
             f"{part.name} is {_lines_of(part, module)}{name} of {type(submodule).__name__}, but parallelize_module "
             "shards nn.Linear. Give each projection a nn.Linear, or shard its heads in a function of module and mesh, "
-            "and test it with --plan FILE.py:NAME."
+            "and test it with --ranks N:FILE.py:NAME."
         )
     weight = submodule._parameters[attribute]
     for path, further in module.named_modules():

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from ..text import printable
 
@@ -16,28 +16,20 @@ _AFTER = 1.0
 _LONG = 10.0
 """Seconds after which a stream that is no terminal gets one line on what is going on."""
 
-asked_color: Literal["auto", "always", "never"] = "auto"
-"""The value of --color, which comes before all variables."""
-
 
 def _forced() -> bool:
-    return asked_color == "always" or os.environ.get("FORCE_COLOR", "").casefold() not in _NO
+    return os.environ.get("FORCE_COLOR", "").casefold() not in _NO
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Return whether to print as on a terminal: the stream is one, or --color or FORCE_COLOR asks for it."""
+    """Return whether to print as on a terminal: the stream is one, or FORCE_COLOR asks for it."""
     if stream is None or stream.closed:
         return False
     return _forced() or stream.isatty()
 
 
 def in_color(stream: IO[str] | None) -> bool:
-    """Return whether to print in colour.
-
-    --color says so, or NO_COLOR forbids it, or FORCE_COLOR asks for it; a dumb terminal has none.
-    """
-    if asked_color != "auto":
-        return asked_color == "always"
+    """Return whether to print in colour: NO_COLOR forbids it, FORCE_COLOR asks for it; a dumb terminal has none."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR", "1").casefold() in _NO[1:]:

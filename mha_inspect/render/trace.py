@@ -401,7 +401,7 @@ _COST = (
     Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", drop=3),
     Column("memory", lambda stage: _moved(stage), tone="muted", drop=1, optional=True, legend=MEMORY),
 )
-"""The columns of what stages take, behind --cost."""
+"""The columns of what stages take, behind --ops."""
 
 
 def _mark(stage: Stage) -> str:

@@ -96,7 +96,7 @@ def test_a_file_of_one_tensor_is_the_query(name: str, tmp_path: Path) -> None:
             {},
             ["[3, 7, 12]", "`batch query embed`", "embed_dim 10 as the last", "--embed-dim 12"],
         ),
-        (torch.zeros(3, 7, 10), {"unbatched": True}, ["`query embed`", "2 dimensions", "Drop --unbatched"]),
+        (torch.zeros(3, 7, 10), {"unbatched": True}, ["`query embed`", "2 dimensions", "Drop unbatched"]),
         (torch.zeros(3, 7, 10), {"padding": (8,)}, ["padding 8", "7 keys"]),
     ],
 )

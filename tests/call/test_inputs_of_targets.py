@@ -17,7 +17,7 @@ from mha_inspect.call.load import subject_of
 from mha_inspect.call.part import with_the_same
 from mha_inspect.errors import InputError, NoMaskError, SpecError
 from mha_inspect.layers.spec import InputSpec
-from mha_inspect.making.arguments import InputShape, parse_shapes
+from mha_inspect.making.settings import InputShape, parse_shapes
 from mha_inspect.making.target import Target, TargetSpec, load_target
 from mha_inspect.making.vocabulary import Flags
 

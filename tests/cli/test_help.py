@@ -31,6 +31,11 @@ def test_the_short_page_fits_a_small_terminal(invoke, command):
     assert len(SHORT[command].flags) <= 12
 
 
+def test_a_command_has_at_most_thirty_options(invoke, command):
+    options = re.findall(r"^  (?:-\w, )?--[\w-]+ ", invoke(command, "--help-all").out, re.MULTILINE)
+    assert len(options) <= 32  # with --help and --help-all
+
+
 def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "path" / "to").mkdir(parents=True)

@@ -6,9 +6,9 @@ import json
 
 import jsonschema
 
+from mha_inspect.cli.options import SET_BY_TEXT
 from mha_inspect.layers.catalog import LAYERS, LETTERS, evaluate
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.making.vocabulary import SET_BY_NAME
 
 from ..schemas import load_schema
 
@@ -24,7 +24,8 @@ def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke)
         assert (layer["summary"], layer["formula"]) == (kind.summary, kind.parameter_formula)
         assert (layer["split"], layer["source"]) == (kind.split, kind.origin)
         of_set = {argument["name"] for argument in layer["arguments"]}
-        assert of_set == kind.takes & {*SET_BY_NAME} | {"bias"}
+        every_layer = {"bias", "grad"} | ({"average_weights"} if "need_weights" in kind.takes else set())
+        assert of_set == kind.takes & {*SET_BY_TEXT} | every_layer
 
 
 def test_every_letter_of_a_formula_is_explained(invoke):

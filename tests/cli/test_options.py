@@ -10,9 +10,8 @@ from typer.main import get_command
 
 from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace
 from mha_inspect.cli.messages import GONE
-from mha_inspect.cli.options import Options
+from mha_inspect.cli.options import SET_BY_TEXT, Options
 from mha_inspect.layers.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.making.vocabulary import SET_BY_NAME
 
 APPS = {
     "trace": trace.trace,
@@ -22,7 +21,7 @@ APPS = {
     "check": check.check,
 }
 
-SHARED = frozenset(get_type_hints(Options)) - {*SET_BY_NAME}
+SHARED = frozenset(get_type_hints(Options)) - {*SET_BY_TEXT}
 
 
 def parameters(command: str) -> dict[str, object]:
@@ -43,8 +42,8 @@ def test_bare_options_are_the_specs_defaults():
     [
         ("--embed-dim 21 --num-heads 7", "attention", {"embed_dim": 21, "num_heads": 7}),
         ("--set dropout=0.25 --train", "attention", {"dropout": 0.25, "training": True}),
-        ("--unbatched --causal --padding 3", "inputs", {"unbatched": True, "causal": True, "padding": (3,)}),
-        ("--device meta --grad", "run", {"device": "meta", "grad": True}),
+        ("--set unbatched=true --causal --padding 3", "inputs", {"unbatched": True, "causal": True, "padding": (3,)}),
+        ("--device meta --set grad=true", "run", {"device": "meta", "grad": True}),
         ("--values --json", "show", {"values": True, "full_values": True}),
     ],
 )
@@ -72,17 +71,16 @@ def test_the_shared_options_are_the_same_in_every_command():
 
 
 NUMBERS = ["--ops", "--stats", "--values"]
-RETURNED_WEIGHTS = ["--need-weights", "--average-weights"]
 
 
 @pytest.mark.parametrize(
     ("command", "without"),
     [
         ("trace", []),
-        ("params", ["--ops", "--grad", *RETURNED_WEIGHTS]),
-        ("compare-heads", [*NUMBERS, *RETURNED_WEIGHTS, "--grad"]),
-        ("diff", [*NUMBERS, *RETURNED_WEIGHTS]),
-        ("check", [*NUMBERS, *RETURNED_WEIGHTS, "--grad", "--train"]),
+        ("params", ["--ops"]),
+        ("compare-heads", NUMBERS),
+        ("diff", NUMBERS),
+        ("check", [*NUMBERS, "--train"]),
     ],
 )
 def test_a_command_takes_what_it_has_a_use_for(invoke, command, without):

@@ -74,7 +74,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),
     ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),
     (f"{LAYER} --padding 6", "padding 6", "0 to 5"),
-    (f"{LAYER} --unbatched", "batch 3 contradicts unbatched"),
+    (f"{LAYER} --set unbatched=true", "batch 3 contradicts unbatched"),
     ("params --causal", "the parameters of a layer do not depend on them. Drop it."),
     *(
         (f"{c} {flag} {size}", f"{flag[2:].replace('-', '_')} {size}", "must be 1 or more")
@@ -98,7 +98,7 @@ LINES: list[tuple[str, ...]] = [
     (f"{LAYER} --input whole.pt", "int32", "floating-point"),
     (f"{LAYER} --input names.pt", "names q, which is not an argument"),
     ("trace --export absent/a.txt", "the folder ", "absent does not exist"),
-    *((f"{c} --set d=1", "--set d=1 is not an argument") for c in ("trace", "params", "compare-heads", "diff")),
+    *((f"{c} --set d=1", "--set d is not an argument") for c in ("trace", "params", "compare-heads", "diff")),
     ("trace --input-shape x=2x3", "--input-shape x=2x3 needs a TARGET"),
     ("trace mine.py:Needy --num-heads 1,2", "a target takes one number", "mha-inspect params --num-heads 1,2"),
     ("trace bert --layer torch", "two layers"),

@@ -1,4 +1,4 @@
-"""`--ranks` and `--plan` on the command line."""
+"""`--ranks` on the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_plan_the_ranks_and_the_proof_are_in_json(invoke, mine):
 
 
 def test_a_missing_sum_is_found_with_exit_code_1(invoke, mine):
-    answer = invoke("trace", f"{mine}:Attention", *SMALL, "--ranks", "2", "--plan", f"{mine}:forgets_the_sum")
+    answer = invoke("trace", f"{mine}:Attention", *SMALL, "--ranks", f"2:{mine}:forgets_the_sum")
     assert answer.code == 1
     assert "The first difference is output on rank 0" in answer.out.splitlines()[-1]
 
@@ -56,7 +56,7 @@ def test_a_missing_sum_is_found_with_exit_code_1(invoke, mine):
     [
         ("--ranks 3", "4 heads do not divide among 3 ranks. Use --ranks 2 and 4."),
         ("--ranks 2 --decode 1", "--ranks and --decode cannot be combined. Drop one."),
-        ("--ranks 2 --plan none.json", "plan none.json cannot be read: No such file or directory."),
+        ("--ranks 2:none.json", "plan none.json cannot be read: No such file or directory."),
     ],
 )
 def test_what_does_not_fit_is_refused(invoke, mine, line, reason):

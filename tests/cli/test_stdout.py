@@ -45,25 +45,6 @@ def test_terminal_and_color(monkeypatch, variables, terminal, as_terminal, color
     assert screen.in_color(Stream(terminal)) is color
 
 
-@pytest.mark.parametrize(
-    ("asked", "as_terminal", "color"), [("auto", True, False), ("always", True, True), ("never", True, False)]
-)
-def test_what_was_asked_for_comes_before_variables(monkeypatch, asked, as_terminal, color):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(screen, "asked_color", asked)
-    assert screen.is_terminal(Stream(False)) is as_terminal
-    assert screen.in_color(Stream(False)) is color
-    monkeypatch.delenv("FORCE_COLOR")
-    assert screen.is_terminal(Stream(False)) is (asked == "always")
-
-
-@pytest.mark.parametrize("line", ["layers --color {}", "trace --color {} --help"])
-def test_color_is_as_asked_in_a_pipe(invoke, line):
-    assert "\x1b[1m" in invoke(*line.format("always").split()).out
-    assert "\x1b" not in invoke(*line.format("never").split()).out
-
-
 @pytest.mark.parametrize(("typed", "width"), [("60", 60), ("0", None), ("wide", None), ("", None), ("²", None)])
 def test_columns_are_those_that_were_set(monkeypatch, typed, width):
     monkeypatch.setenv("COLUMNS", typed)

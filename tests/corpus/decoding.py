@@ -117,12 +117,12 @@ class Static(nn.Module):
 
 
 class Odd(Attention):
-    """A cache of any name, and positions that have to be named."""
+    """A cache of any name, and an argument of positions."""
 
-    def forward(self, x, weights_mask=None, note=None, earlier=None, step=0):
+    def forward(self, x, weights_mask=None, note=None, earlier=None, start_pos=0):
         if note is not None:
             raise TypeError("note is text")
-        return super().forward(x + torch.arange(step, step + x.shape[1])[:, None].sin(), earlier)
+        return super().forward(x + torch.arange(start_pos, start_pos + x.shape[1])[:, None].sin(), earlier)
 
 
 class Last(Attention):

@@ -45,9 +45,9 @@ def hf():
     return pytest.importorskip("transformers")
 
 
-def decode(module, *args, steps=3, cache=None, positions=None, **kwargs):
+def decode(module, *args, steps=3, **kwargs):
     subject = Subject(module.eval(), args, kwargs, seed=0, grad=False)
-    return decoded(subject, Show(), steps, cache, positions)[0]
+    return decoded(subject, Show(), steps)[0]
 
 
 def rows(trace):
@@ -158,13 +158,9 @@ def test_published_code_that_writes_its_cache_in_place(make, args, table, keys):
     assert not attrgetter(table)(module).any()  # nothing of the run is left in it
 
 
-def test_a_cache_of_any_name_and_positions_that_are_named():
+def test_a_cache_of_any_name():
     torch.manual_seed(0)
-    x = torch.randn(2, 7, 32)
-    assert decode(Odd(), x, positions="step").decode.verdict == "same"
-    assert decode(Odd(), x, positions="step", cache="earlier").decode.verdict == "same"
-    unnamed = decode(Odd(), x)
-    assert (unnamed.decode.verdict, "--positions NAME" in unnamed.notes[0]) == ("differs", True)
+    assert decode(Odd(), torch.randn(2, 7, 32)).decode.verdict == "same"
 
 
 def test_logits_of_the_last_position_alone_and_none_before_the_cache():
@@ -178,8 +174,6 @@ def test_logits_of_the_last_position_alone_and_none_before_the_cache():
     [
         (Attention(), {"steps": 7}, r"decode 7 leaves no prompt: the input has 7 tokens\. Use --decode 1 to 6"),
         (Attention(), {"steps": 0}, r"decode 0 has no step"),
-        (Attention(), {"cache": "pasd"}, r"no argument pasd\. Its arguments: x, past\. Did you mean past\?"),
-        (Attention(), {"positions": "pos"}, r"no argument pos\. Its arguments: x, past"),
         (Attention(fault="forgets"), {}, r"no cache was found: with past, a step sees no earlier token"),
         (
             nn.TransformerEncoderLayer(32, 4, batch_first=True),
@@ -266,7 +260,7 @@ def test_the_verdict_is_that_of_calls_by_hand(case: Case, wrong: bool):
         for start, stop in pairwise((0, steps, steps + 1, steps + 2, steps + 3)):
             output, past = whole(x[:, start:stop], **({case.intent.cache: past} if start else {}))
             ends.append(float((truth[:, stop - 1] - output[:, -1]).abs().max()))
-    proof = decode(module, x, cache=case.intent.cache).decode
+    proof = decode(module, x).decode
     assert proof.verdict == ("differs" if max(ends) > 1e-4 else "same")
     if proof.verdict == "differs":
         assert proof.max_abs_difference == pytest.approx(max(ends), rel=1e-3)

@@ -135,7 +135,7 @@ def test_decode(case: Case, snapshot: SnapshotAssertion) -> None:
     for wrong in (True, False):
         torch.manual_seed(3)
         subject = Subject(case.make(wrong).eval(), (), case.inputs(), seed=0, grad=False)
-        assert page(decoded(subject, Show(), 2, case.intent.cache)[0]) == snapshot
+        assert page(decoded(subject, Show(), 2)[0]) == snapshot
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mha_inspect.errors import SpecError
-from mha_inspect.making.arguments import convert, parse_settings
+from mha_inspect.making.settings import convert, parse_settings
 from mha_inspect.making.vocabulary import flag_of
 
 EMPTY = Parameter.empty

@@ -94,7 +94,7 @@ LINE = ("trace", "--embed-dim", "12", "--num-heads", "3", "--seq-len", "6", "--c
 
 def test_a_file_of_the_picture_alone(invoke, tmp_path):
     pytest.importorskip("matplotlib")
-    more = ("--picture", "scores", "--head", "0,2", "--tokens", "$a,b$,c,d,e,f")
+    more = ("--picture", "scores:0,2", "--tokens", "$a,b$,c,d,e,f")
     for name in ("a.png", "again.png"):
         answer = invoke(*LINE, *more, "--export", str(tmp_path / name))
         assert (answer.code, answer.err) == (0, f"mha-inspect: wrote {tmp_path / name}\n")
@@ -114,7 +114,7 @@ def test_without_matplotlib_it_says_what_to_install(invoke, tmp_path, monkeypatc
 
 
 def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
-    invoke(*LINE, "--picture", "masked_scores", "--head", "1", "--export", str(tmp_path / "a.html"))
+    invoke(*LINE, "--picture", "masked_scores:1", "--export", str(tmp_path / "a.html"))
     data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
     assert data["first"] == {"attention": 0, "stage": "masked_scores", "head": 1}
     assert {len(stage["heads"]) for stage in data["attentions"][0]["stages"]} == {3}

@@ -51,13 +51,11 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("settings", "flags", "code", "begins"),
+    ("settings", "begins"),
     [
-        ((), ("--fail-if", "suspicion"), 0, "nothing wrong in this run: 1 attention, 2 heads of 8"),
-        (("over=-2",), (), 0, "1 problem: The softmax runs over the queries"),
-        (("over=-2",), ("--fail-if", "problem"), 1, "1 problem: "),
-        (("scale=1.0",), ("--fail-if", "problem"), 0, "1 suspicion: "),
-        (("scale=1.0",), ("--fail-if", "suspicion"), 1, "1 suspicion: "),
+        ((), "nothing wrong in this run: 1 attention, 2 heads of 8"),
+        (("over=-2",), "1 problem: The softmax runs over the queries"),
+        (("scale=1.0",), "1 suspicion: "),
     ],
 )
 def test_exit_codes(
@@ -65,15 +63,13 @@ def test_exit_codes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: tuple[str, ...],
-    flags: tuple[str, ...],
-    code: int,
     begins: str,
 ) -> None:
     (tmp_path / "model.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     words = [word for setting in settings for word in ("--set", setting)]
-    answer = invoke("model.py", *words, *flags)
-    assert answer.code == code, answer.err
+    answer = invoke("model.py", *words)
+    assert answer.code == 0, answer.err
     assert answer.out.startswith(begins)
 
 

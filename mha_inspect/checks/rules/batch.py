@@ -65,7 +65,7 @@ class _Leak:
 @rule(
     runs=True,
     after=("heads", "softmax"),
-    confirm="--batch-axis 0 or 1",
+    confirm="--batch-first or --seq-first",
     of_outputs="changing one batch item does not affect the others",
 )
 def batch(evidence: Evidence) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
         f"{float(apart[item, position]):.3g}.",
         sure=False,
         fix="Cut and add tables of positions along the tokens: pe[:x.size(0)] is cut along the batch.",
-        confirm="--batch-axis 0 or 1",
+        confirm="--batch-first or --seq-first",
     )
 
 
