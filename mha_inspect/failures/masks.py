@@ -266,7 +266,11 @@ def _of_cached_keys(masking: _Masking, what: str) -> Edit:
     """
     mask, (query, key) = masking.mask, masking.scores[-2:]
     if masking.columns < key:
-        way = f"make {mask.name} for {key} positions or more" if mask.is_table else f"build the mask for all {key} keys"
+        way = (
+            f"make {mask.spelled} for {key} positions or more"
+            if mask.is_table
+            else f"build the mask for all {key} keys"
+        )
         return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
     is_of_positions = masking.rows == masking.columns and _is_triangular(mask.given.value)
     if not is_of_positions:

@@ -48,7 +48,7 @@ def _of_one_device(facts: Facts) -> Iterator[Edit]:
     moved = [Change(operand, (("to", usual),)) for operand in elsewhere]
     if odd.device == "meta":
         # It has no numbers to move.
-        way = f"create {odd.name} on {usual}, e.g. with device=x.device or register_buffer"
+        way = f"create {odd.spelled} on {usual}, e.g. with device=x.device or register_buffer"
         moved = [Change(operand, (("created_on", usual),)) for operand in elsewhere]
     yield Edit("mixed_devices", what, moved, way)
 
@@ -78,7 +78,7 @@ def _subtracted_bool(facts: Facts) -> Iterator[Edit]:
     mask = facts.operands[0]
     if mask.dtype == "bool":
         what = f"{mask.name} is bool, of which nothing is subtracted."
-        way = f"use {mask.name}.to(torch.float32), or ~{mask.name} for the opposite"
+        way = f"use {mask.spelled}.to(torch.float32), or ~{mask.spelled} for the opposite"
         yield Edit("mask_dtype", what, (Change(mask, (("to", torch.float32),)),), way)
 
 
@@ -105,7 +105,7 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
             yield Edit("mixed_dtypes", what, (embedded,), "pass token ids through nn.Embedding first")
         yield Edit("mixed_dtypes", what, converted, f"convert numbers with .to(torch.{usual})")
         return
-    yield Edit("mixed_dtypes", what, converted, f"use {odd.name}.to(torch.{usual})")
+    yield Edit("mixed_dtypes", what, converted, f"use {odd.spelled}.to(torch.{usual})")
     if all(operand.is_parameter for operand in usual_ones):
         module = [Change(operand, (("to", getattr(torch, odd.dtype)),)) for operand in usual_ones]
         yield Edit("mixed_dtypes", what, module, f"convert the module with .to(torch.{odd.dtype})")
@@ -147,7 +147,7 @@ def edits_of_numbers(facts: Facts) -> Iterator[Edit]:
         end, limit, adjective = ("min", limits.min, "smallest") if value < 0 else ("max", limits.max, "largest")
         what = f"{operand.name} is {operand.dtype}, and its {adjective} number is {limit:,.6g}: {value:g} does not fit."
         args = [*facts.call.args[:place], limit, *facts.call.args[place + 1 :]]
-        way = f"use torch.finfo({operand.name}.dtype).{end} in place of {value:g}"
+        way = f"use torch.finfo({operand.spelled}.dtype).{end} in place of {value:g}"
         yield Edit("number_too_large", what, way=way, args=args, kwargs=facts.call.kwargs)
 
 
@@ -204,7 +204,7 @@ def _ids_in_range(facts: Facts) -> Iterator[Edit]:
     for place, size in enumerate(_sizes_of_table(facts, table)):
         if first >= 0 and last < size:
             continue
-        way = f"use numbers below {size}, or make {table.name} for {last + 1}"
+        way = f"use numbers below {size}, or make {table.spelled} for {last + 1}"
         if last < size and not _are_ids_of_input(facts, ids):
             # Distances of positions have a sign: which offset is meant is unknown.
             yield Edit("index_out_of_range", f"{what}: 0 to {size - 1} are in range.")
@@ -291,7 +291,7 @@ def _with_room(facts: Facts) -> Iterator[Edit]:
         dimension = len(cache.shape) + place
         what = f"{incoming.is_shape}; {cache.is_shape}, with room for {size} in dimension {dimension}."
         change = Change(cache, (("new_zeros", with_size(cache.shape, place, needs)),))
-        way = f"make dimension {dimension} of {cache.name} {needs} or more, or pass less"
+        way = f"make dimension {dimension} of {cache.spelled} {needs} or more, or pass less"
         yield Edit("no_room", what, (change,), way, cost=3)
         return
 

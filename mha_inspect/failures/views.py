@@ -173,7 +173,7 @@ def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
             if place == 0 and right[0] != 1 and _is_batch_of_another(facts, x, size):
                 yield Edit("view_sizes", what)
                 return
-            way = f"use {x.name}.{facts.base}({', '.join(map(str, right))})"
+            way = f"use {x.spelled}.{facts.base}({', '.join(map(str, right))})"
             yield _viewed(facts, x, right, "view_sizes", what, way, 1)
             return
 

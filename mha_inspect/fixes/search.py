@@ -66,10 +66,10 @@ _OF_SEVERAL_PLACES = ("heads", "batch", "mixing", RAISES)
 """Checks whose findings may need an edit of several places: where heads are split, and where they are merged."""
 _OF_SEVERAL_LINES = (*_OF_SEVERAL_PLACES, "rotary", "grouped", "cache")
 """Checks whose findings may need one edit of several lines that are alike: of queries, of keys and of values."""
-_EITHER_LINE = "parameters"
-"""The check whose findings are of two lines, where a tensor is used twice: the one that is named may be right."""
-_HIDES = ("masking",)
-"""Checks whose findings are about a mask that hides nothing: after a fix, some weight is 0."""
+_OF_EITHER_LINE = ("name_used_twice", "attribute_used_twice")
+"""Rows for a tensor or a module that is used twice: the line that is named may be the one that is right."""
+_HIDES = "sign_of_mask"
+"""The row for a mask that hides nothing: after it, some weight is 0."""
 _SAME_OUTPUT = ("cache", "inputs", "training")
 """Checks whose findings do not concern the output of one plain run in eval mode."""
 
@@ -142,6 +142,9 @@ class Search:
             return Found(reason=f"No edit fixes it: {self.tried} were run.")
         least = min(_changes(trial) for trial in passing)
         best = [trial for trial in passing if _changes(trial) == least]
+        if best[0].edit.row in _OF_EITHER_LINE:
+            # What reads a tensor late is no more likely to be wrong than what reads it early.
+            best = [trial for trial in passing if trial.edit.row in _OF_EITHER_LINE]
         best.sort(key=lambda trial: len(trial.source.content))
         if all(_are_close(best[0].outputs, other.outputs) for other in best):
             others = [trial for trial in best[1:] if trial.edit.row != best[0].edit.row]
@@ -158,8 +161,8 @@ class Search:
         far = list(edits(self.source, self.source.nodes_on(lines), check))
         alike = self._alike([*near, *far]) if check in _OF_SEVERAL_LINES else []
         together = _together([*near, *far]) if check in _OF_SEVERAL_PLACES else iter(())
-        if check != _EITHER_LINE:
-            far = [replace(edit, cost=2) for edit in far]
+        far = [edit if edit.row in _OF_EITHER_LINE else replace(edit, cost=2) for edit in far]
+        far.sort(key=lambda edit: edit.cost)
         for edit in (*near, *alike, *far, *together):
             if edit.replacements not in seen:
                 seen.add(edit.replacements)
@@ -206,7 +209,7 @@ class Search:
             after = self.judge(source, SEEDS[0])
             if not _is_better(before, after, check) or not self._is_right_elsewhere(source, after):
                 return None
-            if check in _HIDES and not self._hides(source):
+            if edit.row == _HIDES and not self._hides(source):
                 return None
             if check == "padding" and self._turns_sight(source):
                 return None
@@ -216,9 +219,7 @@ class Search:
                 return None
         except (Exception, SystemExit):  # an edited source may raise anything
             return None
-        # Where a tensor is used twice, what reads it late is no more likely to be wrong than what reads it early.
-        changed = 0 if check == _EITHER_LINE else self._changed_stages(source)
-        return Trial(edit, source, after, outputs, changed)
+        return Trial(edit, source, after, outputs, self._changed_stages(source))
 
     def _hides(self, source: Source) -> bool:
         """Return whether a source masks some key out; True where its weights are not computed."""
@@ -286,8 +287,14 @@ class Search:
 
     @cached_property
     def _in_use(self) -> set[str]:
-        """The matrices of the original module that have a part in its outputs: with a fix they still have."""
-        return self.matrices_in_use(self.source)
+        """The matrices of the original module that have a part in its outputs: with a fix they still have.
+
+        None if they are unknown: it may write into what the gradients need.
+        """
+        try:
+            return self.matrices_in_use(self.source)
+        except RuntimeError:
+            return set()
 
     def matrices_in_use(self, source: Source) -> set[str]:
         """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
