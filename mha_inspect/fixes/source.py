@@ -77,6 +77,10 @@ class Source:
         """Return the replacement of a whole expression."""
         return Replacement(*self.span(node), text)
 
+    def exchanged(self, left: ast.AST, right: ast.AST) -> list[Replacement]:
+        """Return the replacements of two expressions by each other."""
+        return [self.instead(left, self.code(right)), self.instead(right, self.code(left))]
+
     def after(self, node: ast.AST, text: str) -> Replacement:
         """Return the replacement that adds a text behind an expression."""
         _, end = self.span(node)

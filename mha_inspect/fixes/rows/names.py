@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from ..grammar import RAISES, Ways, row
-from ..source import Source
-from .calls import name_of, number_of
+from ..source import Replacement, Source
+from .calls import is_operation, name_of, number_of
 
 
 @row("parameters", "heads", RAISES)
@@ -108,7 +108,7 @@ def not_in_place(node: ast.AST, source: Source) -> Ways:
         _, start = source.span(node.target)
         end, _ = source.span(value)
         if sign is not None and is_plain(value):
-            yield [type(source.after(value, ""))(start, end, f" = {node.target.id} {sign} ")]
+            yield [Replacement(start, end, f" = {node.target.id} {sign} ")]
 
 
 def is_plain(node: ast.AST) -> bool:
@@ -162,7 +162,7 @@ def exchanged_names(node: ast.AST, source: Source) -> Ways:
     """
     if isinstance(node, ast.Tuple) and len(node.elts) == 2 and all(isinstance(part, ast.Name) for part in node.elts):
         left, right = node.elts
-        yield [source.instead(left, source.code(right)), source.instead(right, source.code(left))]
+        yield source.exchanged(left, right)
 
 
 @row("cache")
@@ -197,7 +197,7 @@ def without_term(node: ast.AST, source: Source) -> Ways:
 
     y + 0.1 * y.roll(1, 0) -> y
     """
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Sub)):
+    if not is_operation(node, ast.Add, ast.Sub):
         return
     left, right = node.left, node.right
     names = {part.id for part in ast.walk(right) if isinstance(part, ast.Name)}

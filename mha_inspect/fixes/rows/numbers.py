@@ -6,7 +6,7 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Source
-from .calls import argument, is_method, is_simple, name_of, number_of, starts_in
+from .calls import argument, calls, is_method, is_operation, is_pair, is_simple, name_of, number_of, starts_in
 
 
 @row("repeat", "training")
@@ -49,18 +49,17 @@ def sign_of_rotation(node: ast.AST, source: Source) -> Ways:
     torch.cat((x2, x1), dim=-1) -> torch.cat((-x2, x1), dim=-1)
     torch.cat((-x1, x2), dim=-1) -> torch.cat((-x2, x1), dim=-1)
     """
-    if name_of(node) not in ("cat", "concat", "stack"):
+    if not calls(node, "cat", "concat", "stack"):
         return
-    assert isinstance(node, ast.Call)
     parts = node.args[0] if node.args else None
-    if isinstance(parts, (ast.Tuple, ast.List)) and len(parts.elts) == 2 and is_simple(parts.elts[0]):
+    if is_pair(parts) and is_simple(parts.elts[0]):
         yield [source.instead(parts.elts[0], f"-{source.code(parts.elts[0])}")]
-    if not isinstance(parts, (ast.Tuple, ast.List)) or len(parts.elts) != 2:
+    if not is_pair(parts):
         return
     first, second = parts.elts
     if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.USub):
         negated = first.operand
-        yield [source.instead(negated, source.code(second)), source.instead(second, source.code(negated))]
+        yield source.exchanged(negated, second)
 
 
 @row("cache", "rotary")
@@ -114,7 +113,7 @@ def dtype_of_operand(node: ast.AST, source: Source) -> Ways:
     q @ k -> q @ k.to(q.dtype)
     self.q_proj(x) -> self.q_proj(x.to(self.q_proj.weight.dtype))
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    if is_operation(node, ast.MatMult):
         if isinstance(node.left, ast.Name) and is_simple(node.right):
             yield [source.after(node.right, f".to({node.left.id}.dtype)")]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
