@@ -232,9 +232,11 @@ class Search:
         for name, weights in self._stages_before.items():
             if not name.endswith(" weights") or name not in after or after[name].shape != weights.shape:
                 continue
-            was_seen, is_seen = weights > _HIDDEN, after[name] > _HIDDEN
-            appears, vanishes = (is_seen & ~was_seen).any(-2), (was_seen & ~is_seen).any(-2)
-            if bool((appears & vanishes).any()):
+            was_seen = weights > _HIDDEN
+            is_seen = after[name] > _HIDDEN
+            appears = is_seen & ~was_seen
+            vanishes = was_seen & ~is_seen
+            if bool((appears.any(-2) & vanishes.any(-2)).any()):
                 return True
         return False
 
@@ -260,7 +262,11 @@ class Search:
     def _changed_stages(self, source: Source) -> int:
         """Return in how many stages an edited source computes other values."""
         before, after = self._stages_before, self.stages(source)
-        return sum(not _are_close([tensor], [after[name]]) for name, tensor in before.items() if name in after)
+        changed = 0
+        for name, tensor in before.items():
+            if name in after and not _are_close([tensor], [after[name]]):
+                changed += 1
+        return changed
 
     def stages(self, source: Source) -> dict[str, Tensor]:
         """Return the stages of the attentions of a source, by their name and number; none where its forward raises."""
@@ -272,12 +278,15 @@ class Search:
 
         Where something is repeated along another axis they have as many elements.
         """
-        after = {name.partition(" ")[2]: tensor for name, tensor in self.stages(source).items()}
+        after = {}
+        for name, tensor in self.stages(source).items():
+            _, _, title = name.partition(" ")
+            after[title] = tensor
         for stage in failure.completed:
-            tensor = after.get(stage.name)
-            if tensor is None or sorted(tensor.shape) == sorted(stage.shape):
+            computed = after.get(stage.name)
+            if computed is None or sorted(computed.shape) == sorted(stage.shape):
                 continue
-            if edit.row != "dim_of_repeat" or tensor.numel() != prod(stage.shape):
+            if edit.row != "dim_of_repeat" or computed.numel() != prod(stage.shape):
                 return False
         return True
 

@@ -67,6 +67,18 @@ class Source:
         start, end = self.span(node)
         return self.content[start:end].decode()
 
+    def text(self, start: int, end: int) -> str:
+        """Return the text between two offsets."""
+        return self.content[start:end].decode()
+
+    def put(self, nodes: Iterable[ast.expr], texts: Iterable[str]) -> list[Replacement]:
+        """Return the replacements of expressions by these texts, of those that are others."""
+        replacements = []
+        for node, text in zip(nodes, texts, strict=True):
+            if self.code(node) != text:
+                replacements.append(self.instead(node, text))
+        return replacements
+
     def line_at(self, offset: int) -> str:
         """Return the line that a byte is in, as the user wrote it."""
         start = self.content.rfind(b"\n", 0, offset) + 1

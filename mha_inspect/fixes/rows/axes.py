@@ -18,6 +18,7 @@ from .calls import (
     is_pair,
     is_simple,
     is_whole,
+    last_given,
     name_of,
     number_of,
 )
@@ -117,7 +118,7 @@ def transpose_before_function(node: ast.AST, source: Source) -> Ways:
     if not isinstance(called, ast.Call) or not called.args or not is_simple(called.args[0]):
         return
     start, end = source.point(node.func), source.span(node)[1]
-    moved = source.content[start:end].decode()
+    moved = source.text(start, end)
     yield [source.without_method(node), source.after(called.args[0], moved)]
 
 
@@ -160,8 +161,7 @@ def other_dims_of_transpose(node: ast.AST, source: Source) -> Ways:
     for dims in ((0, 1), (1, 2), (-2, -1)):
         if written in ([*dims], [*reversed(dims)]):
             continue
-        pairs = zip(node.args, dims, strict=True)
-        yield [source.instead(dim, str(number)) for dim, number in pairs if number_of(dim) != number]
+        yield source.put(node.args, map(str, dims))
 
 
 @row(*_ORDER, "grouped", "rotary")
@@ -179,9 +179,9 @@ def other_order_of_permute(node: ast.AST, source: Source) -> Ways:
     texts = [source.code(dim) for dim in dims]
     orders = permutations(texts) if len(dims) <= 4 else _swaps(texts)
     for order in orders:
-        changed = [(dim, text) for dim, text in zip(dims, order, strict=True) if source.code(dim) != text]
+        changed = source.put(dims, order)
         if changed:
-            yield [source.instead(dim, text) for dim, text in changed]
+            yield changed
 
 
 def _swaps(texts: list[str]) -> Iterator[tuple[str, ...]]:
@@ -393,6 +393,5 @@ def batch_first(node: ast.AST, source: Source) -> Ways:
         if keyword.arg == "batch_first":
             yield [source.instead(keyword.value, "True")]
             return
-    last = node.keywords[-1].value if node.keywords else node.args[-1] if node.args else None
-    if last is not None:
-        yield [source.after(last, ", batch_first=True")]
+    if node.args or node.keywords:
+        yield [source.after(last_given(node), ", batch_first=True")]

@@ -100,3 +100,10 @@ def starts_in(function: ast.AST | None) -> list[str]:
         if any(word in name for word in ("start", "offset", "past", "pos")):
             names[name] = None
     return list(names)
+
+
+def last_given(call: ast.Call) -> ast.expr:
+    """Return the last argument of a call that has one, by keyword or by place."""
+    if call.keywords:
+        return call.keywords[-1].value
+    return call.args[-1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from itertools import combinations
 
 from ..grammar import RAISES, Ways, row
 from ..source import Replacement, Source
-from .calls import argument, calls, is_method, is_operation, is_simple, name_of, number_of, starts_in
+from .calls import argument, calls, is_method, is_operation, is_simple, last_given, name_of, number_of, starts_in
 
 _MASKS = ("causal", "window", "padding", "masking", "finite", "softmax", "cache")
 _MASK_ARGUMENTS = ("attn_mask", "key_padding_mask", "src_key_padding_mask", "mask")
@@ -110,10 +111,11 @@ def axis_of_padding(node: ast.AST, source: Source) -> Ways:
         order = ["None"] * len(texts)
         for place, text in zip(places, kept, strict=True):
             order[place] = text
-        changed = [(part, text) for part, text in zip(parts, order, strict=True) if source.code(part) != text]
+        changed = source.put(parts, order)
         if changed:
-            yield [source.instead(part, text) for part, text in changed]
-            yield [source.instead(part, text if text == "None" else ":") for part, text in changed]
+            yield changed
+            # What was cut to the queries has other places along the keys: all of it is taken.
+            yield [part if part.text == "None" else replace(part, text=":") for part in changed]
     if len(parts) < 4:
         yield [source.after(parts[-1], ", None")]
 
@@ -242,13 +244,13 @@ def other_direction(node: ast.AST, source: Source) -> Ways:
         operator = _operator(node, source)
         if operator is not None:
             start, end = operator
-            sign = source.content[start:end].decode()
+            sign = source.text(start, end)
             turned = sign.replace("<", "\0").replace(">", "<").replace("\0", ">")
             yield [Replacement(start, end, turned)]
     elif is_operation(node, ast.BitOr):
         _, start = source.span(node.left)
         end, _ = source.span(node.right)
-        yield [Replacement(start, end, source.content[start:end].decode().replace("|", "&"))]
+        yield [Replacement(start, end, source.text(start, end).replace("|", "&"))]
 
 
 @row("padding", "masking", "batch")
@@ -325,7 +327,7 @@ def causal_put_in(node: ast.AST, source: Source) -> Ways:
     if "is_causal" in given:
         yield [source.instead(given["is_causal"], "True")]
     elif "attn_mask" not in given and len(node.args) == 3:
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, ", is_causal=True")]
 
 
@@ -346,7 +348,7 @@ def boolean_mask(node: ast.AST, source: Source) -> Ways:
     if not calls(node, "ones", "zeros", "full"):
         return
     if node.args and all(keyword.arg != "dtype" for keyword in node.keywords):
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, ", dtype=torch.bool")]
 
 
@@ -360,6 +362,6 @@ def sign_of_mask(node: ast.AST, source: Source) -> Ways:
     if is_operation(node, ast.Sub, ast.Mult) and number_of(node.right) is None:
         _, start = source.span(node.left)
         end, _ = source.span(node.right)
-        between = source.content[start:end].decode()
+        between = source.text(start, end)
         if between.strip() in ("-", "*"):
             yield [Replacement(start, end, between.replace(between.strip(), "+"))]

@@ -6,7 +6,7 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Replacement, Source
-from .calls import is_operation, name_of, number_of
+from .calls import is_operation, is_pair, name_of, number_of
 
 
 @row("parameters", "heads", RAISES)
@@ -149,7 +149,7 @@ def function_of_neighbour(node: ast.AST, source: Source) -> Ways:
             continue
         start, end = source.span(given)
         first, last = source.span(call)
-        before, after = source.content[first:start].decode(), source.content[end:last].decode()
+        before, after = source.text(first, start), source.text(end, last)
         for name in plain:
             yield [source.instead(name, f"{before}{name.id}{after}")]
 
@@ -160,8 +160,10 @@ def exchanged_names(node: ast.AST, source: Source) -> Ways:
 
     (v, k) -> (k, v)
     """
-    if isinstance(node, ast.Tuple) and len(node.elts) == 2 and all(isinstance(part, ast.Name) for part in node.elts):
-        left, right = node.elts
+    if not is_pair(node):
+        return
+    left, right = node.elts
+    if isinstance(left, ast.Name) and isinstance(right, ast.Name):
         yield source.exchanged(left, right)
 
 

@@ -6,7 +6,18 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Source
-from .calls import argument, calls, is_method, is_operation, is_pair, is_simple, name_of, number_of, starts_in
+from .calls import (
+    argument,
+    calls,
+    is_method,
+    is_operation,
+    is_pair,
+    is_simple,
+    last_given,
+    name_of,
+    number_of,
+    starts_in,
+)
 
 
 @row("repeat", "training")
@@ -38,7 +49,7 @@ def dropout_in_training(node: ast.AST, source: Source) -> Ways:
     elif len(node.args) == 2:
         yield [source.after(node.args[-1], f", {training}")]
     elif node.args:
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, f", training={training}")]
 
 
@@ -76,16 +87,21 @@ def positions_from_start(node: ast.AST, source: Source) -> Ways:
     starts = starts_in(function)
     if isinstance(node, ast.Slice) and node.lower is None and node.upper is not None:
         count = source.code(node.upper)
-        yield from ([source.instead(node, f"{start} : {start} + {count}")] for start in starts if start != count)
+        for start in starts:
+            if start != count:
+                yield [source.instead(node, f"{start} : {start} + {count}")]
     if not isinstance(node, ast.Call):
         return
     if name_of(node) == "arange" and len(node.args) == 1:
         number = node.args[0]
-        yield from ([source.instead(number, f"{start}, {start} + {source.code(number)}")] for start in starts)
+        for start in starts:
+            yield [source.instead(number, f"{start}, {start} + {source.code(number)}")]
         return
     for given in node.args:
-        if number_of(given) == 0:
-            yield from ([source.instead(given, start)] for start in starts)
+        if number_of(given) != 0:
+            continue
+        for start in starts:
+            yield [source.instead(given, start)]
 
 
 @row("cache")

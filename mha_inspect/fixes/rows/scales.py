@@ -59,7 +59,7 @@ def product_or_quotient(node: ast.AST, source: Source) -> Ways:
         return
     _, start = source.span(node.left)
     end, _ = source.span(node.right)
-    between = source.content[start:end].decode()
+    between = source.text(start, end)
     sign, other = ("*", "/") if isinstance(node.op, ast.Mult) else ("/", "*")
     if between.count(sign) == 1:
         yield [Replacement(start, end, between.replace(sign, other))]
