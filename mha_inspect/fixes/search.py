@@ -223,8 +223,14 @@ class Search:
 
     def _hides(self, source: Source) -> bool:
         """Return whether a source masks some key out; True where its weights are not computed."""
-        weights = [stage for name, stage in self.stages(source).items() if name.endswith(" weights")]
-        return not weights or any(bool((stage < _HIDDEN).any()) for stage in weights)
+        has_weights = False
+        for name, stage in self.stages(source).items():
+            if not name.endswith(" weights"):
+                continue
+            has_weights = True
+            if bool((stage < _HIDDEN).any()):
+                return True
+        return not has_weights
 
     def _turns_sight(self, source: Source) -> bool:
         """Return whether a key becomes visible to one query and hidden to another: padding is hidden from all alike."""
@@ -252,7 +258,8 @@ class Search:
     def _puts_features_first(self, source: Source) -> bool:
         """Return whether a source merges heads in another order than it splits them."""
         with in_place_of(self.target.module, source.content):
-            merged = axes_of_stage(made(self.target, SEEDS[0], self._weights(SEEDS[0])), "concat")
+            subject = made(self.target, SEEDS[0], self._weights(SEEDS[0]))
+            merged = axes_of_stage(subject, "concat")
         return any(_FEATURES_FIRST in axes for axes in merged)
 
     @cached_property
@@ -363,8 +370,12 @@ def _is_better(before: Judged, after: Judged, check: str) -> bool:
 
 def _facts_beside(report: CheckReport, check: str) -> set[str]:
     """Return the facts that a finding of a check does not concern."""
-    facts = [fact for fact in report.facts if check not in _MAY_CHANGE.get(fact.name, ())]
-    return {f"{fact.name}: {fact.sentence}" for fact in facts if fact.name != _WITHIN_TOKEN}
+    facts = set()
+    for fact in report.facts:
+        may_change = check in _MAY_CHANGE.get(fact.name, ())
+        if not may_change and fact.name != _WITHIN_TOKEN:
+            facts.add(f"{fact.name}: {fact.sentence}")
+    return facts
 
 
 def _together(single: Sequence[Edit]) -> Iterator[Edit]:
@@ -377,10 +388,9 @@ def _together(single: Sequence[Edit]) -> Iterator[Edit]:
         if len(of_row) > 1:
             everywhere.append(_joined(row, of_row))
     yield from everywhere
-    pairs = (_joined(f"{one.row} and {other.row}", (one, other)) for one, other in combinations(single, 2))
-    yield from islice(pairs, _MOST_TOGETHER)
-    mixed = (_joined(f"{all.row} and {one.row}", (all, one)) for all, one in product(everywhere, single))
-    yield from islice(mixed, _MOST_TOGETHER)
+    for pairs in (combinations(single, 2), product(everywhere, single)):
+        for one, other in islice(pairs, _MOST_TOGETHER):
+            yield _joined(f"{one.row} and {other.row}", (one, other))
 
 
 def _joined(row: str, parts: Iterable[Edit]) -> Edit:

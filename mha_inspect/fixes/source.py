@@ -134,6 +134,17 @@ class Source:
         """Return the innermost function with a parameter that an expression is in; None outside of any."""
         return self._functions.get(node)
 
+    def attributes_of(self, name: str) -> list[str]:
+        """Return the attributes that the file reads from a variable, each once: those of `self`."""
+        attributes: dict[str, None] = {}
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id == name:
+                attributes[node.attr] = None
+        return list(attributes)
+
     def target_of(self, node: ast.AST) -> str:
         """Return the variable that an expression, or what is made of it alone, is assigned to; empty for others."""
         return self._targets.get(node, "")

@@ -69,7 +69,7 @@ def transpose_after_view(node: ast.AST, source: Source) -> Ways:
     """
     if source.is_turned(node):
         return
-    if len(_sizes(node)) == 4 or (name_of(node) == "unflatten" and is_method(node)):
+    if len(_sizes(node)) == 4 or calls_method(node, "unflatten"):
         yield [source.after(node, ".transpose(1, 2)")]
 
 
@@ -81,7 +81,7 @@ def transpose_before_view(node: ast.AST, source: Source) -> Ways:
     out.view(b, n, c) -> out.transpose(1, 2).reshape(b, n, c)
     out.flatten(2) -> out.transpose(1, 2).flatten(2)
     """
-    joins = len(_sizes(node)) in (2, 3) or (name_of(node) == "flatten" and is_method(node))
+    joins = len(_sizes(node)) in (2, 3) or calls_method(node, "flatten")
     if not joins:
         return
     assert isinstance(node, ast.Call)

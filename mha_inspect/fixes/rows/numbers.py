@@ -116,7 +116,9 @@ def slice_of_cache(node: ast.AST, source: Source) -> Ways:
     for part in node.elts:
         if not isinstance(part, ast.Subscript) or not isinstance(part.slice, ast.Tuple):
             return
-        if not all(isinstance(index, ast.Slice) for index in part.slice.elts) or "self." in source.code(part.slice):
+        if "self." in source.code(part.slice):
+            return
+        if not all(isinstance(index, ast.Slice) for index in part.slice.elts):
             return
         whole.append(source.instead(part, source.code(part.value)))
     yield whole

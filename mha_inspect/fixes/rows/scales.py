@@ -90,7 +90,8 @@ def size_under_root(node: ast.AST, source: Source) -> Ways:
     size = _under_root(node, source)
     if size is None:
         return
-    sizes = [*_attributes_of_self(source), *_sizes_of_queries(source), *_quotients(source)]
+    of_module = [f"self.{name}" for name in source.attributes_of("self")]
+    sizes = [*of_module, *_sizes_of_queries(source), *_quotients(source)]
     for name in sizes:
         if name == source.code(size):
             continue
@@ -116,11 +117,20 @@ def _sizes_of_queries(source: Source) -> list[str]:
             left = node.left
         elif name_of(node) in _PRODUCTS:
             assert isinstance(node, ast.Call)
-            owner = node.func.value if is_method(node) and isinstance(node.func, ast.Attribute) else None
-            left = owner or next((given for given in node.args if isinstance(given, ast.Name)), None)
+            left = _first_factor(node)
         if isinstance(left, ast.Name):
             names[f"{left.id}.shape[-1]"] = None
     return list(names)
+
+
+def _first_factor(product: ast.Call) -> ast.AST | None:
+    """Return the left factor of a product that is a call: `q` of `q.bmm(k)`, and of `torch.bmm(q, k)`."""
+    if is_method(product) and isinstance(product.func, ast.Attribute):
+        return product.func.value
+    for given in product.args:
+        if isinstance(given, ast.Name):
+            return given
+    return None
 
 
 def _quotients(source: Source) -> list[str]:
@@ -130,12 +140,3 @@ def _quotients(source: Source) -> list[str]:
         if is_operation(node, ast.FloorDiv):
             quotients[source.code(node)] = None
     return list(quotients)
-
-
-def _attributes_of_self(source: Source) -> list[str]:
-    """Return the attributes that the methods of a file read from `self`, each once."""
-    names: dict[str, None] = {}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            names[f"self.{node.attr}"] = None
-    return list(names)
