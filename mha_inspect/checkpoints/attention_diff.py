@@ -68,9 +68,14 @@ class AttentionComparison:
 
     def _has_same_tensors(self, pair: AttentionPair) -> bool:
         """Return whether all tensors have the same names and the same numbers."""
-        if not pair.has_same_names:
-            return False
-        return all(self.same_name[name].verdict in SAME for name in pair.left.stored.parameters)
+        return pair.has_same_names and self._verdicts_of(pair).issubset(SAME)
+
+    def _has_same_numbers(self, pair: AttentionPair) -> bool:
+        """Return whether all tensors have the same names and the same numbers, some of them transposed."""
+        return pair.has_same_names and self._verdicts_of(pair).issubset((*SAME, "same, permuted"))
+
+    def _verdicts_of(self, pair: AttentionPair) -> set[TensorVerdict]:
+        return {self.same_name[name].verdict for name in pair.left.stored.parameters}
 
     def _diff_by_head(self, pair: AttentionPair, exchanges: Sequence[Exchange]) -> AttentionDiff:
         """Compare two attentions whose number of heads is known."""
@@ -91,7 +96,7 @@ class AttentionComparison:
             exchanges=exchanges,
             orders=orders,
             renamed=list(_renamed(whole, verdicts, self.files)),
-            lacks_head_count=not is_explained and not _are_all_same(verdicts),
+            lacks_head_count=not is_explained and not _are_all_same(verdicts) and not self._has_same_numbers(pair),
         )
 
     # -- the same rows in another order -------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class AttentionComparison:
             if name not in self.same_name:
                 continue
             verdict = self.same_name[name].verdict
-            if verdict not in SAME:
+            if verdict not in (*SAME, "same, permuted"):
                 continue
             if pair.right.roles.get(name) != role:
                 continue
@@ -253,16 +258,25 @@ class _Shared:
         """
         in_right = [parts for pair, parts in self.parts.items() if pair.right == names.right]
         in_left = [parts for pair, parts in self.parts.items() if pair.left == names.left]
-        pieces, packed, apart = in_right, "right", "left"
-        if len(in_right) < 2:
-            pieces, packed, apart = in_left, "left", "right"
-        if len(pieces) < 2:
-            return ""
+        if len(in_right) > 1:
+            return self._packed(in_right, "right", "left")
+        if len(in_left) > 1:
+            return self._packed(in_left, "left", "right")
+        return ""
+
+    def _packed(self, pieces: Sequence[Sequence[str]], packed: str, apart: str) -> str:
+        """Return on which side the parts are in one tensor, and in how many on the other."""
         parts = list(chain.from_iterable(pieces))
-        letters = sorted((part[-1] for part in parts), key="qkv".find)
-        words = "the same, in" if self.worst(parts) in SAME else "in"
-        count = {2: "two", 3: "three"}.get(len(pieces), str(len(pieces)))
-        return f"{listed(letters)} are {words} one tensor on the {packed} and in {count} on the {apart}"
+        letters = [part[-1] for part in parts]
+        letters.sort(key="qkv".find)
+        words = "in"
+        if self.worst(parts) in SAME:
+            words = "the same, in"
+        count = "two"
+        if len(pieces) > 2:
+            count = "three"
+        names = listed(letters)
+        return f"{names} are {words} one tensor on the {packed} and in {count} on the {apart}"
 
 
 # -- tensors under other names ----------------------------------------------------------------------------------------
@@ -303,8 +317,10 @@ def _shared_parts(
     right = _tensors_by_part(pair.right, without=files.left.tensors)
     shared: dict[_Names, list[str]] = {}
     for part, name in left.items():
-        if part in right and part in verdicts:
-            shared.setdefault(_Names(name, right[part]), []).append(part)
+        if part not in right or part not in verdicts:
+            continue
+        names = _Names(name, right[part])
+        shared.setdefault(names, []).append(part)
     return shared
 
 

@@ -21,7 +21,6 @@ from ..running.subject import Subject
 from ..text import first_few, first_line, shown
 from .file_roles import FileRoles, roles_by_names
 from .prefix import Prefix, common_prefix
-from .pruned import Pruned, pruned_in, pruned_notes, with_kept_heads
 from .stacked import Stacked, find_stacked, stacked_notes
 from .transposed import Transposed, find_transposed
 
@@ -213,10 +212,13 @@ class _FileForModule:
 
     def _missing(self) -> Iterator[StoredName]:
         """Yield the tensors that only the module has; of tied tensors, one in the file is enough."""
-        stored = {id(self.module.tensors[in_module]) for in_module in self.names.values()}
-        for name, tensor in self.module.tensors.items():
-            if id(tensor) not in stored:
-                yield StoredName(name, self.module.shapes[name], buffer=name in self.module.buffers)
+        module = self.module
+        stored = {id(module.tensors[in_module]) for in_module in self.names.values()}
+        for name, tensor in module.tensors.items():
+            if id(tensor) in stored:
+                continue
+            is_buffer = name in module.buffers
+            yield StoredName(name, module.shapes[name], buffer=is_buffer)
 
     def _misfit(self, name: str) -> StoredName:
         is_buffer = self.names[name] in self.module.buffers
@@ -244,13 +246,16 @@ class _FileForModule:
 
     def _about_buffers(self) -> Iterator[str]:
         """Yield a sentence about the tensors of the file that are buffers in the module, with their sizes."""
-        tensors = self.checkpoint.tensors
-        buffers = [name for name in tensors if self.names.get(name) in self.module.buffers]
+        buffers = []
+        numel = whole = 0
+        for name, tensor in self.checkpoint.tensors.items():
+            whole += tensor.numel
+            if self.names.get(name) in self.module.buffers:
+                buffers.append(name)
+                numel += tensor.numel
         if not buffers:
             return
         are = "is a buffer" if len(buffers) == 1 else "are buffers"
-        numel = sum(tensors[name].numel for name in buffers)
-        whole = sum(tensor.numel for tensor in tensors.values())
         of_file = f"{numel:,} of the {whole:,} numbers in the file"
         yield f"{_few(buffers)} {are} of {self.module.label}, not weights: {of_file}."
 
@@ -274,14 +279,16 @@ def _few(names: Sequence[str]) -> str:
 
 def _are_transposed(transposed: Transposed, label: str) -> str:
     """Return the sentence about the transposed weights, with the fix."""
-    names, is_single = _few(transposed.names), len(transposed.names) == 1
-    are, them, each = ("is", "it", "it") if is_single else ("are", "them", "each of them")
+    is_single = len(transposed.names) == 1
+    are, them, each, transposes = "are", "them", "each of them", "the transposes of the weights"
+    if is_single:
+        are, them, each, transposes = "is", "it", "it", "the transpose of the weight"
+    subject = f"{_few(transposed.names)} {are}"
     fix = f"Use .t() on {each} before loading."
     if not transposed.of_linear:
-        transposes = "the transpose of the weight" if is_single else "the transposes of the weights"
-        return f"{names} {are} {transposes} in {label}. {fix}"
+        return f"{subject} {transposes} in {label}. {fix}"
     layout = f"the file has {them} as [in, out], the layout of GPT-2's Conv1D; nn.Linear expects [out, in]"
-    return f"{names} {are} transposed: {layout}. {fix}"
+    return f"{subject} transposed: {layout}. {fix}"
 
 
 def _are_square(names: Sequence[str]) -> str:
@@ -337,37 +344,28 @@ class _RunInFile:
     """The matrices and biases of each attention."""
     roles_in_run: Mapping[str, ParameterRole]
     """The role of each parameter of the module."""
-    pruned: Mapping[int, Pruned]
-    """The attentions of which the file has fewer heads, by their place in the run."""
     in_file: Mapping[str, str]
     """The name in the file of each parameter of the module, where the file has it in a layout that is understood."""
 
     @classmethod
     def of(cls, run: NamedRun, file: _FileForModule) -> _RunInFile:
         of_attentions, roles = projections(run), roles_of(run, file.module.module)
-        pruned = _pruned_attentions(run, of_attentions, roles, file)
         return cls(
             run=run,
             file=file,
             projections=of_attentions,
             roles_in_run=roles,
-            pruned=pruned,
-            in_file=_names_in_file(file, pruned),
+            in_file=_names_in_file(file),
         )
 
     def roles(self) -> dict[str, Role]:
-        """Return the roles by the names in the file, in the layout and with the heads that the file has."""
-        pruned: dict[str, Pruned] = {}
-        for attention in self.pruned.values():
-            pruned.update(dict.fromkeys(attention.parameters, attention))
+        """Return the roles by the names in the file, in the layout that the file has."""
         transposed = {*self.file.transposed.names}
         roles: dict[str, Role] = {}
         for parameter, role in self.roles_in_run.items():
             if parameter not in self.in_file:
                 continue
             name = self.in_file[parameter]
-            if parameter in pruned:
-                role = with_kept_heads(role, pruned[parameter])
             roles[name] = _transposed_role(role) if name in transposed else _stored_role(role)
         return roles
 
@@ -377,18 +375,13 @@ class _RunInFile:
 
     def _attention(self, place: int) -> StoredAttention:
         _, axes = self.run.attentions[place]
-        num_heads, num_kv_heads = axes.num_heads, axes.num_kv_heads
-        fits = _fitting(self.projections[place])
-        if place in self.pruned:
-            num_heads = num_kv_heads = self.pruned[place].kept
-            fits = ()
         return StoredAttention(
             module=self._path(place),
             parameters=tuple(self._names_of(place)),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_heads=axes.num_heads,
+            num_kv_heads=axes.num_kv_heads,
             head_dim=axes.head_dim,
-            fits=fits,
+            fits=_fitting(self.projections[place]),
         )
 
     def _path(self, place: int) -> str:
@@ -424,43 +417,17 @@ class _RunInFile:
             yield f"Head counts are from {label}."
             if self.file.loads():
                 yield "Every head count that fits would load without an error."
-        yield from pruned_notes([*self.pruned.values()], label)
 
 
-def _pruned_attentions(
-    run: NamedRun,
-    of_attentions: Sequence[list[Projection]],
-    roles: Mapping[str, ParameterRole],
-    file: _FileForModule,
-) -> dict[int, Pruned]:
-    """Return the attentions of a run of which a file has fewer heads, by their place."""
-    expected = file.module.shapes
-    misfits: dict[str, Shape] = {}
-    for name, in_module in file.names.items():
-        if file.shape(name) != expected[in_module]:
-            misfits[in_module] = file.shape(name)
-    if not misfits:
-        return {}
-    pruned_attentions = {}
-    for place, (attention, _) in enumerate(run.attentions):
-        pruned = pruned_in(attention.module, of_attentions[place], roles, expected, misfits)
-        if pruned is not None:
-            pruned_attentions[place] = pruned
-    return pruned_attentions
-
-
-def _names_in_file(file: _FileForModule, pruned: Mapping[int, Pruned]) -> dict[str, str]:
-    """Return the name in the file of each parameter of the module that fits, is transposed, or lacks heads.
+def _names_in_file(file: _FileForModule) -> dict[str, str]:
+    """Return the name in the file of each parameter of the module that fits, or is transposed.
 
     A tied tensor also gets the name that it has in the run.
     """
     readable = {*file.fitting(), *file.transposed.names}
-    without_heads: set[str] = set()
-    for attention in pruned.values():
-        without_heads.update(attention.parameters)
     in_file: dict[str, str] = {}
     for name, in_module in file.names.items():
-        if name in readable or in_module in without_heads:
+        if name in readable:
             in_file[in_module] = name
     names_in_run = {}
     for name, parameter in file.module.module.named_parameters():

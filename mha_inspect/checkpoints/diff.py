@@ -51,8 +51,11 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
 
 def _pairs_with_same_name(files: TwoFiles) -> dict[str, TensorPair]:
     """Return the tensors that both files have under one name, compared."""
-    common = [name for name in files.left.tensors if name in files.right.tensors]
-    return {name: tensor_pair(files, name, name) for name in common}
+    pairs: dict[str, TensorPair] = {}
+    for name in files.left.tensors:
+        if name in files.right.tensors:
+            pairs[name] = tensor_pair(files, name, name)
+    return pairs
 
 
 def _all_pairs(
@@ -79,7 +82,11 @@ def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[Tens
 
 def _absent(side: FileSide, paired: Collection[str]) -> tuple[StoredName, ...]:
     """Return the tensors of one side that are not paired."""
-    return tuple(StoredName(name, stored.shape) for name, stored in side.tensors.items() if name not in paired)
+    absent = []
+    for name, stored in side.tensors.items():
+        if name not in paired:
+            absent.append(StoredName(name, stored.shape))
+    return tuple(absent)
 
 
 def _notes(files: TwoFiles, diffs: Sequence[AttentionDiff]) -> Iterator[str]:
@@ -98,10 +105,16 @@ def _notes(files: TwoFiles, diffs: Sequence[AttentionDiff]) -> Iterator[str]:
 
 def _with_orders(pairs: Iterable[TensorPair], orders: Iterable[Reordered], files: TwoFiles) -> Iterator[TensorPair]:
     """Yield pairs of tensors with the orders of their rows, and with the pairs that only these show."""
-    remaining = {(name, tensors.right_name): tensors for tensors in orders for name in tensors.names}
+    remaining: dict[tuple[str, str], Reordered] = {}
+    for tensors in orders:
+        for name in tensors.names:
+            remaining[name, tensors.right_name] = tensors
     for pair in pairs:
-        tensors = remaining.pop((pair.name, pair.right_name), None)
-        yield pair if tensors is None else _with_order(pair, tensors)
+        names = pair.name, pair.right_name
+        if names in remaining:
+            yield _with_order(pair, remaining.pop(names))
+        else:
+            yield pair
     for names, tensors in remaining.items():
         yield _with_order(pair_of_other_shape(files, *names), tensors)
 

@@ -11,7 +11,7 @@ from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair,
 from ..text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, exchange_sentences
 from .reordered import order_words
-from .tensor_pairs import ZEROS_LEFT, ZEROS_RIGHT
+from .tensor_pairs import TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
 
 _NAMED = 5
 """Number of heads in the answer."""
@@ -19,14 +19,14 @@ _NAMED = 5
 
 def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> Iterator[str]:
     """Yield sentences: whether both are the same, and what differs."""
-    number = len(report.tensors)
+    number = plural(len(report.tensors), "tensor")
     if _has_same_bits(report):
-        yield f"Yes: all {plural(number, 'tensor')} are the same, bit for bit."
+        yield f"Yes: all {number} are the same, bit for bit."
         return
     answer = "No"
     if report.outcome == "same":
         answer = "Yes"
-    sentence = f"{answer}: {plural(number, 'tensor')} on both sides"
+    sentence = f"{answer}: {number} on both sides"
     counts = _counts(report.tensors)
     if counts:
         sentence += f": {listed(counts)}"
@@ -36,9 +36,10 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
         yield f"{listed(unpaired)}."
     if not exchanges:
         for note in _notes_on_packing(report.tensors):
-            yield f"{note[0].upper()}{note[1:]}."
+            beginning = note[0].upper()
+            yield f"{beginning}{note[1:]}."
     yield from exchange_sentences(exchanges)
-    yield from _of_zeros(report.tensors)
+    yield from _of_notes(report.tensors)
     yield from _orders(report.tensors)
     yield from _most_changed(_changed_matrices(report.parts, exchanges))
 
@@ -85,13 +86,16 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
     """Return the notes on the tensors that several tensors of the other side are paired with, each once."""
     on_left = Counter(pair.name for pair in pairs)
     on_right = Counter(pair.right_name for pair in pairs)
-    packed = [pair for pair in pairs if on_left[pair.name] > 1 or on_right[pair.right_name] > 1]
-    return list(dict.fromkeys(pair.note for pair in packed))
+    notes: dict[str, None] = {}
+    for pair in pairs:
+        if on_left[pair.name] > 1 or on_right[pair.right_name] > 1:
+            notes[pair.note] = None
+    return list(notes)
 
 
-def _of_zeros(pairs: Sequence[TensorPair]) -> Iterator[str]:
-    """Yield the tensors that are all zeros on one side alone."""
-    for note in (ZEROS_LEFT, ZEROS_RIGHT):
+def _of_notes(pairs: Sequence[TensorPair]) -> Iterator[str]:
+    """Yield the tensors that are all zeros on one side alone, and those that are transposed."""
+    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED):
         names = [pair.name for pair in pairs if pair.note == note]
         if names:
             yield f"{first_few(names, _NAMED)}: {note}."
@@ -101,10 +105,13 @@ def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:
     """Yield a sentence for each order of rows, with the tensors that have it, and the line that converts the left."""
     names: dict[tuple[str, RowOrder], list[str]] = {}
     for pair in pairs:
-        if pair.order is not None:
-            names.setdefault((pair.note, pair.order), []).append(pair.name)
+        if pair.order is None:
+            continue
+        tensors = names.setdefault((pair.note, pair.order), [])
+        tensors.append(pair.name)
     for (_, order), tensors in names.items():
-        yield f"{first_few(tensors, _NAMED)}: {order_words(order)}."
+        first = first_few(tensors, _NAMED)
+        yield f"{first}: {order_words(order)}."
         if order.line:
             yield f"To convert the left: {order.line}"
 
@@ -130,9 +137,16 @@ class _ChangedHead:
 
 def _changed_matrices(parts: Sequence[PartPair], exchanges: Sequence[Exchange]) -> list[PartPair]:
     """Return the matrices that were compared by head, without exchanged ones."""
-    exchanged = {(exchange.module, part) for exchange in exchanges for part in exchange.parts}
-    matrices = [part for part in parts if part.part.startswith("W") and part.differences]
-    return [part for part in matrices if (part.left, part.part) not in exchanged]
+    exchanged: set[tuple[str, str]] = set()
+    for exchange in exchanges:
+        for part in exchange.parts:
+            exchanged.add((exchange.module, part))
+    matrices = []
+    for pair in parts:
+        is_compared = pair.part.startswith("W") and pair.differences
+        if is_compared and (pair.left, pair.part) not in exchanged:
+            matrices.append(pair)
+    return matrices
 
 
 def _most_changed(matrices: Sequence[PartPair]) -> Iterator[str]:

@@ -7,7 +7,6 @@ Each part of the left is compared with each part of the right, whatever tensors 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from ..files.attentions import NamedAttention, Role
 from ..text import first_few, listed, shown
 from .head_numbers import numbers_of
 from .tensor_pairs import is_same
-from .two_files import AttentionPair, TwoFiles
+from .two_files import AttentionPair, FileSide, TwoFiles
 
 _KINDS = ({"W_q", "W_k", "W_v"}, {"b_q", "b_k", "b_v"})
 Moves = tuple[tuple[str, str], ...]
@@ -51,8 +50,8 @@ def find_exchanged(pair: AttentionPair, files: TwoFiles) -> list[Exchange]:
     whole = pair.as_one_head()
     exchanges = []
     for kind in _KINDS:
-        left = numbers_of(_with_parts(whole.left, kind), files.left.tensors)
-        right = numbers_of(_with_parts(whole.right, kind), files.right.tensors)
+        left = _of_kind(kind, whole.left, files.left)
+        right = _of_kind(kind, whole.right, files.right)
         moves = _moves(left, right)
         if not moves:
             continue
@@ -61,6 +60,16 @@ def find_exchanged(pair: AttentionPair, files: TwoFiles) -> list[Exchange]:
         right_names = frozenset(_with_parts(whole.right, moved))
         exchanges.append(Exchange(pair.left.stored.module, moves, left_names, right_names))
     return exchanges
+
+
+def _of_kind(kind: set[str], attention: NamedAttention, side: FileSide) -> dict[str, Tensor]:
+    """Return the parts of a kind, each as one head."""
+    roles = _with_parts(attention, kind)
+    wholes: dict[str, Tensor] = {}
+    for part, numbers in numbers_of(roles, side.tensors).items():
+        if part in kind:
+            wholes[part] = numbers[0]
+    return wholes
 
 
 def _with_parts(attention: NamedAttention, parts: set[str]) -> dict[str, Role]:
@@ -77,30 +86,35 @@ def _moves(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Moves:
 
     `W_q` of the left that is `W_k` of the right is an exchange only if some other part of the left is `W_q`.
     """
-    kinds = _KINDS[0] | _KINDS[1]
-    common = [part for part in left if part in right and part in kinds]
-    differing = [part for part in common if not is_same(left[part][0], right[part][0])]
+    differing = []
+    for part, numbers in left.items():
+        if part in right and not is_same(numbers, right[part]):
+            differing.append(part)
     moves = []
     for part in differing:
         # No part is equal to the one of its own name: all of these differ.
-        equal = [place for place in differing if is_same(left[part][0], right[place][0])]
+        equal = [place for place in differing if is_same(left[part], right[place])]
         if len(equal) == 1:
             moves.append((part, equal[0]))
-    if {source for source, _ in moves} != {target for _, target in moves}:
-        return ()
-    return tuple(moves)
+    sources = {source for source, _ in moves}
+    targets = {target for _, target in moves}
+    return tuple(moves) if sources == targets else ()
 
 
 def exchange_sentences(exchanges: Iterable[Exchange]) -> Iterator[str]:
     """Yield a sentence for each exchange, with the attentions that have it."""
-    modules: dict[Moves, list[str]] = defaultdict(list)
+    modules: dict[Moves, list[str]] = {}
     for exchange in exchanges:
-        modules[exchange.moves] += [shown(exchange.module)] if exchange.module else []
+        paths = modules.setdefault(exchange.moves, [])
+        if exchange.module:
+            paths.append(shown(exchange.module))
     for moves, paths in modules.items():
         letters = _letters(moves)
+        beginning = letters[0].upper() + letters[1:]
         where = f" in {first_few(paths, 3)}" if paths else ""
         equal = listed([f"{left} on the left is {right} on the right" for left, right in moves])
-        yield f"{letters[0].upper()}{letters[1:]} are exchanged{where}: {equal.replace(' and ', ', and ')}."
+        equal = equal.replace(" and ", ", and ")
+        yield f"{beginning} are exchanged{where}: {equal}."
 
 
 def _letters(moves: Moves) -> str:

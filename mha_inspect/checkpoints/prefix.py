@@ -49,9 +49,12 @@ class Prefix:
 
 def common_prefix(in_file: Collection[str], in_module: Collection[str]) -> Prefix:
     """Return the prefix with which most names are on both sides; the shortest if several are equal."""
-    agreeing = Counter({Prefix(): len({*in_file} & {*in_module})})
-    agreeing.update(Prefix(text) for text in _prefixes(in_file, in_module))
-    agreeing.update(Prefix(text, is_of_module=True) for text in _prefixes(in_module, in_file))
+    in_both = {*in_file} & {*in_module}
+    agreeing = Counter({Prefix(): len(in_both)})
+    for text in _prefixes(in_file, in_module):
+        agreeing[Prefix(text)] += 1
+    for text in _prefixes(in_module, in_file):
+        agreeing[Prefix(text, is_of_module=True)] += 1
 
     def rank(prefix: Prefix) -> tuple[int, int, str]:
         text = str(prefix)

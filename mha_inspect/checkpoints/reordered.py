@@ -45,15 +45,15 @@ def reordered(pair: AttentionPair, files: TwoFiles, is_same: Callable[[str, str]
     left = _by_part(pair.left)
     right = _by_part(pair.right)
     for part, name in left.items():
-        if part in right and not is_same(name, right[part]):
-            yield from _reordered((name,), right[part], part, pair, files)
-    for part, name in right.items():
-        singles = _singles(part)
-        if part in left or len(singles) < 2:
+        if part not in right or is_same(name, right[part]):
             continue
-        if left.keys() >= set(singles):
-            names = tuple(left[single] for single in singles)
-            yield from _reordered(names, name, part, pair, files)
+        yield from _reordered((name,), right[part], part, pair, files)
+    for part, right_name in right.items():
+        if part in left:
+            continue
+        names = tuple(left[single] for single in _singles(part) if single in left)
+        if len(names) > 1 and len(names) == len(_singles(part)):
+            yield from _reordered(names, right_name, part, pair, files)
 
 
 def _by_part(attention: NamedAttention) -> dict[str, str]:
@@ -79,9 +79,13 @@ def _reordered(
     Nothing if it is not, or is only transposed. A right tensor with more rows may have those of the left in it.
     """
     tensors = [files.left.read(name) for name in names]
-    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+    shapes = {tensor.shape[1:] for tensor in tensors}
+    if len(shapes) > 1:
         return
-    left, right = torch.cat(tensors) if len(tensors) > 1 else tensors[0], files.right.read(right_name)
+    left = tensors[0]
+    if len(tensors) > 1:
+        left = torch.cat(tensors)
+    right = files.right.read(right_name)
     found = explain(left, right, _sizes(pair.left, pair.right, part))
     swapped = found is None and left.numel() < right.numel()
     if swapped:
@@ -89,10 +93,12 @@ def _reordered(
         found = explain(left, right, _sizes(pair.right, pair.left, part))
     if found is None:
         return
-    changes_order = found.order != tuple(range(len(found.order)))
-    if changes_order or left.numel() != right.numel():
-        is_usual = any(named.is_usual for named in found.names)
-        yield Reordered(names, right_name, part, _described(found, left, right, swapped=swapped), is_usual)
+    is_in_order = found.order == tuple(range(len(found.order)))
+    if is_in_order and left.numel() == right.numel():
+        return
+    order = _described(found, left, right, swapped=swapped)
+    is_usual = any(named.is_usual for named in found.names)
+    yield Reordered(names, right_name, part, order, is_usual)
 
 
 def _sizes(attention: NamedAttention, beside: NamedAttention, part: str) -> dict[str, int]:

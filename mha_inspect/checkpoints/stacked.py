@@ -47,9 +47,11 @@ class Stacked:
 
     def split_line(self) -> str:
         """Return the line that splits the tensor of a state dict: by `chunk(3)`, or `split([64, 32, 32])`."""
-        sizes = [stop - start for start, stop in self.bounds]
+        sizes = []
+        for start, stop in self.bounds:
+            sizes.append(stop - start)
         cut = f"split({sizes}{self._along})"
-        if min(sizes) == max(sizes):
+        if len({*sizes}) == 1:
             cut = f"chunk({len(sizes)}{self._along})"
         entries = ", ".join(f"state[{_quoted(name)}]" for name in self.apart)
         return f"{entries} = state.pop({_quoted(self.packed)}).{cut}"
@@ -63,8 +65,11 @@ class Stacked:
         """Return what the tensor is: `q, k and v stacked: rows 0–31, 32–63, 64–95`."""
         letters = listed([block.part[-1] for block in self.blocks])
         way = "side by side" if self.axis else "stacked"
-        unit = "elements" if self.is_vector else _DIMS[self.axis]
-        return f"{letters} {way}: {unit} {', '.join(map(span, self.bounds))}"
+        unit = _DIMS[self.axis]
+        if self.is_vector:
+            unit = "elements"
+        bounds = ", ".join(map(span, self.bounds))
+        return f"{letters} {way}: {unit} {bounds}"
 
 
 def _quoted(name: str) -> str:
@@ -84,21 +89,29 @@ def find_stacked(packed: Mapping[str, StoredTensor], apart: Mapping[str, StoredT
         if of_parts is None:
             continue
         for stacked in _of_attention(attention, of_parts):
-            is_on_both_sides = stacked.packed in apart or not packed.keys().isdisjoint(stacked.apart)
+            if stacked.packed in apart or not packed.keys().isdisjoint(stacked.apart):
+                continue
             shapes = [apart[name].shape for name in stacked.apart]
-            if not is_on_both_sides and shapes == list(map(_shape, stacked.blocks)):
+            if shapes == [_shape(block) for block in stacked.blocks]:
                 result.append(stacked)
     return sorted(result, key=lambda stacked: stacked.is_vector)
 
 
 def _of_attention(attention: NamedAttention, of_parts: NamedAttention) -> Iterator[Stacked]:
     """Yield the tensors with several parts, each of which is a tensor in the same layout on the other side."""
-    singles = {(role.part, role.axis): name for name, role in of_parts.roles.items()}
+    singles: dict[tuple[str, int], str] = {}
+    for name, role in of_parts.roles.items():
+        singles[role.part, role.axis] = name
     for name, role in attention.roles.items():
-        parts = [(block.part, role.axis) for block in role.blocks]
-        if len(parts) > 1 and singles.keys() >= set(parts):
-            apart = tuple(singles[part] for part in parts)
-            yield Stacked(name, role.blocks, apart, role.axis, is_vector=role.blocks[0].columns is None)
+        apart: list[str] = []
+        for block in role.blocks:
+            part = block.part, role.axis
+            if part in singles:
+                apart.append(singles[part])
+        if len(apart) < 2 or len(apart) < len(role.blocks):
+            continue
+        is_vector = role.blocks[0].columns is None
+        yield Stacked(name, role.blocks, tuple(apart), role.axis, is_vector=is_vector)
 
 
 def _shape(block: HeadSlice) -> tuple[int, ...]:
@@ -112,15 +125,17 @@ def _shape(block: HeadSlice) -> tuple[int, ...]:
 
 def stacked_notes(to_split: Sequence[Stacked], to_join: Sequence[Stacked], label: str) -> Iterator[str]:
     """Yield how to split the tensors of a file, and how to join them, with the line for the first."""
-    if to_split:
-        first, *further = to_split
-        names = listed(list(map(shown, first.apart)))
-        what = f"{shown(first.packed)} is {first.words()}; {label} has {names}."
-        yield f"{what}{_likewise(further)} To split it: {first.split_line()}"
-    if to_join:
-        first, *further = to_join
-        what = f"{shown(first.packed)} of {label} is {first.words()}."
-        yield f"{what}{_likewise(further)} To join them: {first.join_line()}"
+    for first in to_split[:1]:
+        packed = shown(first.packed)
+        names = listed([shown(name) for name in first.apart])
+        likewise = _likewise(to_split[1:])
+        line = first.split_line()
+        yield f"{packed} is {first.words()}; {label} has {names}.{likewise} To split it: {line}"
+    for first in to_join[:1]:
+        packed = shown(first.packed)
+        likewise = _likewise(to_join[1:])
+        line = first.join_line()
+        yield f"{packed} of {label} is {first.words()}.{likewise} To join them: {line}"
 
 
 def _likewise(further: Sequence[Stacked]) -> str:

@@ -72,6 +72,8 @@ def pair_of_other_shape(files: TwoFiles, name: str, right_name: str) -> TensorPa
 
 ZEROS_LEFT, ZEROS_RIGHT = "all zeros on the left", "all zeros on the right"
 """Notes on tensors of which one side has no numbers but zeros, as a conversion leaves those that it did not find."""
+TRANSPOSED = "transposed"
+"""The note on tensors that are each other's transpose."""
 
 
 def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
@@ -111,7 +113,7 @@ def _zeros(left: Tensor, right: Tensor) -> str:
 
 
 def _as_transposed(pair: TensorPair) -> TensorPair:
-    return replace(pair, verdict="same, permuted", note="transposed")
+    return replace(pair, verdict="same, permuted", note=TRANSPOSED)
 
 
 def is_same(left: Tensor, right: Tensor) -> bool:
@@ -142,9 +144,11 @@ def _first_numbers(side: FileSide, paired: Collection[str]) -> dict[tuple[int, .
     """Return the first numbers of the tensors that are not paired yet, by shape and by name."""
     by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for name, stored in side.tensors.items():
-        if name not in paired and stored.has_numbers:
-            numbers = side.read(name).flatten()
-            by_shape.setdefault(stored.shape, {})[name] = numbers[:_FIRST].clone()
+        if name in paired or not stored.has_numbers:
+            continue
+        first = side.read(name).flatten()[:_FIRST]
+        of_shape = by_shape.setdefault(stored.shape, {})
+        of_shape[name] = first.clone()
     return by_shape
 
 
@@ -157,13 +161,15 @@ def _same_under_another_name(files: TwoFiles, name: str, candidates: Mapping[str
     first = numbers[:_FIRST]
     # Equality of constants, as in an untrained norm, is no proof.
     is_constant = bool((numbers == numbers[0]).all())
+    end = _end_of(name)
     for right_name, right_first in candidates.items():
-        if is_constant and _end_of(name) != _end_of(right_name):
+        if is_constant and end != _end_of(right_name):
             continue
-        if is_same(first, right_first):
-            pair = tensor_pair(files, name, right_name)
-            if pair.verdict in SAME:
-                return pair
+        if not is_same(first, right_first):
+            continue
+        pair = tensor_pair(files, name, right_name)
+        if pair.verdict in SAME:
+            return pair
     return None
 
 

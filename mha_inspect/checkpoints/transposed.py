@@ -114,16 +114,18 @@ def _matrices(
     in_file = {in_module: name for name, in_module in names.items()}
     for name, in_module in names.items():
         owner, _, last = in_module.rpartition(".")
-        if last != "weight" or len(tensors[name].shape) != 2 or len(expected[in_module]) != 2:
+        stored = tensors[name].shape
+        shape = expected[in_module]
+        if last != "weight" or len(stored) != 2 or len(shape) != 2:
             continue
         kind = _kind(module, owner)
         if kind is None:
             continue
-        bias = f"{in_module.removesuffix('weight')}bias"
+        bias = f"{owner}.bias".removeprefix(".")
         bias_fits = None
         if bias in in_file and bias in expected:
             bias_fits = tensors[in_file[bias]].shape == expected[bias]
-        yield _Matrix(name, _block(owner), kind, tensors[name].shape, expected[in_module], bias_fits)
+        yield _Matrix(name, _block(owner), kind, stored, shape, bias_fits)
 
 
 def _kind(module: nn.Module, path: str) -> type | None:

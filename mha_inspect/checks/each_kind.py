@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
 
-from ..compare.replay import LostError, NotHereError
+from ..compare.replay import LostError
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..reports.check import Finding
 from .evidence import Evidence, NotPossibleError
+from .factors import NotHereError
 
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 """Yields the faults of one attention."""

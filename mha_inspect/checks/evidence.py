@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compare.replay import first_key
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..naming.inner_steps import InnerSteps, InnerStepsReader
@@ -28,6 +27,7 @@ from ..running.subject import Run, State, Subject
 from ..text import message_of
 from .alike import Kind, Named, groups_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
+from .factors import first_key
 from .intent import Intent
 from .seen_keys import SeenKeys
 from .sight import sights_of

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..compare.replay import SIDES
 from ..graph.attention import Attention
 from ..graph.rerun import between
 from ..record.arguments import tensors_in
@@ -16,6 +15,7 @@ from ..record.ops import Op
 from ..reports.check import Finding
 from ..text import first_few, listed, shortened, spans
 from .evidence import Evidence, NotPossibleError
+from .factors import SIDES
 from .readers import Readers, weight_of
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)

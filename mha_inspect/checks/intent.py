@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHECKS = (
-    *("inputs", "heads", "softmax", "masking", "finite", "grouped", "rotary", "batch", "mixing", "parameters"),
+    *(
+        "inputs",
+        "heads",
+        "reshape",
+        "softmax",
+        "masking",
+        "finite",
+        "grouped",
+        "rotary",
+        "batch",
+        "mixing",
+        "parameters",
+    ),
     *("repeat", "training", "causal", "window", "padding", "cache", "scale", "reference"),
 )
 """The names of the checks, each a file in `rules`; causes come before their consequences."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compare.replay import Factor, NotHereError, again, content_of
+from ..compare.replay import again, content_of
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, sizes_in
 from .evidence import Evidence
+from .factors import Factor, NotHereError
 
 _MOST_SCORES = 1 << 20
 """The largest number of weights that are computed again."""

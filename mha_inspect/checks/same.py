@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..compare.comparable_run import ComparableRun, Comparison
 from ..compare.pair import Where, Why
-from ..compare.replay import first_key
 from ..compare.shared_weights import copy_all
 from ..compare.why import first_difference, why
 from ..errors import MhaInspectError
@@ -24,6 +23,7 @@ from ..running.without_dropout import WithoutDropout
 from ..text import first_line
 from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from .factors import first_key
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""

@@ -320,6 +320,9 @@ class SeenKeys:
         }
         if width != 2:  # distances of -1 to 1 are a window to both sides
             masks = {"one diagonal late": (distance > -2) & (distance < width), **masks}
+        back = int(distance[self.pairs].max())
+        if 0 < back < self.keys - 1 and self.queries == self.keys:
+            masks["open to all later tokens"] = distance <= back
         near = int(hidden.max()) if hidden.numel() else 0
         if near > 0:  # at 0 a query sees all but itself, which is no mistake
             masks["inverted"] = (distance < 0) | (distance > near)
@@ -389,12 +392,24 @@ class SeenKeys:
             return f"each query sees {mirrored} positions to each side"
         if self.queries_agree:
             return f"every query sees {int(self.visible.sum())} of {self.keys} keys"
+        if self._band_words():
+            return self._band_words()
         mistake = self.almost_causal
         if mistake == "reversed":
             return "causal, reversed: each query sees itself and later tokens"
         if mistake:
             return f"causal, {mistake}"
         return self._group_words() or "a custom pattern"
+
+    def _band_words(self) -> str:
+        """Return how far each query sees to both sides, if it sees itself and all between; else empty."""
+        distances = self.distance[self.pairs]
+        back, ahead = int(distances.max()), -int(distances.min())
+        band = (self.distance <= back) & (self.distance >= -ahead)
+        if min(back, ahead) < 1 or self.queries != self.keys or not torch.equal(self.pairs, band):
+            return ""
+        before, after = ("all" if far == self.keys - 1 else str(far) for far in (back, ahead))
+        return f"each query sees {before} positions before it and {after} after it"
 
     def _causal_words(self) -> str:
         """Return the width of a causal mask, and what is not regular in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ def diff(
     left_module: str | None = _module("left"),
     right_module: str | None = _module("right"),
     fail_if: str | None = FAIL_IF,
+    show_all: bool = option(PANEL, "Show each stage, also those that are the same.", False, "--all"),
 ) -> ExitCode:
     """Give two layers the same weights and the same input, and show stage by stage where they differ.
 
@@ -91,7 +93,7 @@ def diff(
         with subject.running(options, named):
             from ..compare.diff import diff as report_of
 
-            report = report_of(*runs(options, *sides))
+            report = replace(report_of(*runs(options, *sides)), _shows_all=show_all)
     print_and_export(report, options, export)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
 

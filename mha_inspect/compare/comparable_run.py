@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from ..reports.common import Difference, MeasuredAgainst, Verdict
 from ..reports.diff import OutputDifference
 from ..running.subject import Run, Subject
 from ..text import first_line
-from .pair import Side, without_rows
+from .pair import Pair, Parameters, Side, Where, without_rows
 
 T = TypeVar("T")
 _BY_KEY_HEAD = ("k_proj", "v_proj", "k_heads", "v_heads")
@@ -357,6 +357,11 @@ class ComparedStage:
     """The places of the attentions on the left that make it: several if each head is an attention of its own."""
     right_places: range
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the difference; None without a difference."""
+        return None if self.difference is None else self.difference.verdict
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -392,6 +397,44 @@ class Comparison:
         pairs = zip(left, right, strict=False)
         return all(ours.num_heads == theirs.num_heads for (_, ours), (_, theirs) in pairs)
 
+    def pairs(self, where: Where) -> Iterator[Pair]:
+        """Yield the same attentions of both runs, in the order of computation."""
+        for place in range(min(len(self.left.attentions), len(self.right.attentions))):
+            yield self.pair(place, where)
+
+    def pair(self, place: int, where: Where) -> Pair:
+        """Return the same attention of both runs, with the rounding errors that were measured."""
+        left, right = self.left, self.right
+        named = dict(left.subject.module.named_parameters())
+        named.update(right.subject.module.named_parameters())
+        weights = None
+        if not unreadable(left, right):
+            weights = left.weights[place], right.weights[place]
+        return Pair(
+            left=left.side(place),
+            right=right.side(place),
+            where=where,
+            noise=partial(self._noise, place),
+            blind=self.masked[place],
+            parameters=Parameters(named, (_unread(left), _unread(right))),
+            weights=weights,
+        )
+
+    def _noise(self, place: int, stage: str, left: Tensor, right: Tensor) -> float:
+        """Return the larger rounding error of a stage, in the form in which both sides are compared."""
+        contents = self.left.content(place, stage), self.right.content(place, stage)
+        as_made = any(content is None for content in contents)
+        rows: Rows = ()
+        # Up to its scores, the first attention is defined for every query, whatever the mask.
+        if not as_made and (place or stage in _AFTER_A_MASK):
+            rows = self.masked[place]
+        floors = []
+        for run in self._measured:
+            like = right if run is self.left else left
+            floor = run.floor(place, stage, like, rows, as_made=as_made)
+            floors.append(floor)
+        return max(floors)
+
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured` and paired."""
         measured = measured and self.are_paired
@@ -415,39 +458,39 @@ class Comparison:
         """Return a stage on both sides, with the difference if it can be measured."""
         beside = self._beside(place, stage)
         if beside.left is None or beside.right is None:
-            return self._compared_as_made(place, stage) or beside
+            return self._compared_as_made(beside) or beside
         left, right, note = self._with_all_heads(place, stage, beside.left, beside.right)
-        axes = CANONICAL_AXES[stage].split()
-        if beside.left.shape != beside.right.shape and "key" in axes:
+        axes = CANONICAL_AXES[stage]
+        names = axes.split()
+        if beside.left.shape != beside.right.shape and "key" in names:
             keys = max(self.left.filled(place), self.right.filled(place))
-            left = _first(keys, left, axes.index("key"))
-            right = _first(keys, right, axes.index("key"))
-        # Up to its scores, the first attention is defined for every query, whatever the mask.
-        rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
-
-        def floor() -> float:
-            floors = []
-            for run in self._measured:
-                compared_with = right if run is self.left else left
-                floors.append(run.floor(place, stage, compared_with, rows))
-            return max(floors)
-
-        difference = compare_stage(stage, left, right, floor)
-        if difference.compared != CANONICAL_AXES[stage]:
+            axis = names.index("key")
+            left = _first(keys, left, axis)
+            right = _first(keys, right, axis)
+        difference = self._difference(place, stage, left, right)
+        if difference.compared != axes:
             note = f"compared by {difference.compared}"
-        return replace(beside, difference=replace(difference, note=difference.note or note))
+        if not difference.note:
+            difference = replace(difference, note=note)
+        return replace(beside, difference=difference)
+
+    def _difference(self, place: int, stage: str, left: Tensor, right: Tensor) -> StageDifference:
+        """Return the difference of a stage, judged by the larger rounding error."""
+        return compare_stage(stage, left, right, partial(self._noise, place, stage, left, right))
 
     def _with_all_heads(self, place: int, stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
         """Return a stage of both sides with keys or values for every query head, and which of them were repeated."""
         if stage not in _BY_KEY_HEAD or left.numel() == right.numel():
             return left, right, ""
-        _, left_names = self.left.attentions[place]
+        _, names = self.left.attentions[place]
         _, right_names = self.right.attentions[place]
-        note = _repeated_heads(left_names, right_names)
-        return _for_each_head(left, left_names), _for_each_head(right, right_names), note
+        left = _for_each_head(left, names)
+        right = _for_each_head(right, right_names)
+        return left, right, _repeated_heads(names, right_names)
 
-    def _compared_as_made(self, place: int, stage: str) -> ComparedStage | None:
+    def _compared_as_made(self, beside: ComparedStage) -> ComparedStage | None:
         """Compare a stage without canonical axes, e.g. of windows; None unless both sides agree in shape and axes."""
+        place, stage = beside.place, beside.name
         left = self.left.as_made(place, stage)
         right = self.right.as_made(place, stage)
         if left is None or right is None or left.shape != right.shape:
@@ -455,14 +498,9 @@ class Comparison:
         axes = self.left.axes(place, stage)
         if self.right.axes(place, stage) != axes:
             return None
-
-        def floor() -> float:
-            return max(run.floor(place, stage, left, (), as_made=True) for run in self._measured)
-
-        difference = compare_stage(stage, left, right, floor)
-        return replace(
-            self._beside(place, stage), left=left, right=right, difference=replace(difference, compared=axes)
-        )
+        difference = self._difference(place, stage, left, right)
+        difference = replace(difference, compared=axes)
+        return replace(beside, left=left, right=right, difference=difference)
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""
@@ -485,6 +523,28 @@ class Comparison:
             difference = difference_of(left, right, floor)
             differences.append(OutputDifference(**vars(difference), name=name))
         return tuple(differences)
+
+
+def unreadable(source: ComparableRun, target: ComparableRun) -> str:
+    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
+    for side in (source, target):
+        for weights in side.weights:
+            if weights.missing:
+                return f"{side.label}: {weights.missing[0]}"
+        if not side.weights:
+            return f"{side.label}: no attention was found."
+        if not all(weights.projections for weights in side.weights):
+            return f"{side.label}: its attention has no projections."
+    if len(source.weights) != len(target.weights):
+        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
+    return ""
+
+
+def _unread(side: ComparableRun) -> frozenset[str]:
+    """Return the parameters that no operation reads."""
+    recording = side.run.recording
+    read = {tensor.storage for op in recording.ops for tensor in op.inputs}
+    return frozenset(named.name for named in recording.parameters if named.tensor.storage not in read)
 
 
 def _repeated_heads(left: AxisNames, right: AxisNames) -> str:
@@ -520,10 +580,10 @@ def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
     return repeat(content, f"{before} -> {after}", kv_heads=kv_heads, group=names.num_heads // kv_heads)
 
 
-def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
-    """Return the difference of two tensors of one shape, judged by a measured rounding error."""
+def difference_of(left: Tensor, right: Tensor, noise_floor: float | None) -> Difference:
+    """Return the difference of two tensors of one shape, judged by a measured rounding error; None if it was not."""
     largest, relative = distances(left, right)
-    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor))
+    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor or 0.0))
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:

@@ -34,7 +34,7 @@ from .heads_apart import heads_apart
 from .pair import Where, Why
 from .reasons.rows import reordered_copies
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
-from .why import first_difference, why, why_norms
+from .why import OF_WEIGHTS, first_difference, why, why_merged, why_norms
 
 _LACKING = {
     "masked_scores": "mask",
@@ -170,7 +170,9 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     further = comparison.further() if given else ()
     outcome = _outcome(output, further)
     # Where the outputs are the same, a stage differs in form alone.
-    first = None if outcome == "same" else first_difference(compared)
+    first = None
+    if outcome != "same":
+        first = first_difference(compared, OF_WEIGHTS if shared.is_merged else frozenset())
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -185,7 +187,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    reasons = _reasons(sides, report)
+    reasons = _reasons(sides, report, is_merged=shared.is_merged)
     answer = [_first_sentence(report, given)]
     answer += [reason.sentence for reason in reasons]
     answer += [f"To convert the weights of the left: {reason.line}" for reason in reasons if reason.line]
@@ -205,10 +207,12 @@ def _stages(comparison: Comparison, *, measured: bool) -> list[ComparedStage]:
     return list(comparison.rows(measured=measured) if apart is None else apart.rows())
 
 
-def _reasons(sides: tuple[Side, Side], report: DiffReport) -> tuple[DiffReason, ...]:
+def _reasons(sides: tuple[Side, Side], report: DiffReport, *, is_merged: bool) -> tuple[DiffReason, ...]:
     """Return why the sides differ; where their weights differ too, only what a norm shows."""
     if report.outcome != "differs":
         return ()
+    if is_merged:
+        return as_reasons(why_merged(*sides, Where()))
     if not report.weights.whole:
         return as_reasons(why_norms(*sides, report.first_differing_stage, Where()))
     return as_reasons(why(*sides, Where()))

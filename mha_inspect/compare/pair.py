@@ -9,7 +9,7 @@ A reason is asked about one stage that differs. It counts only if it explains al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -106,10 +106,14 @@ def are_near(left: Tensor, right: Tensor, near: float | None = None) -> bool:
 def distances_of(left: Tensor, right: Tensor) -> Tensor:
     """Return how far apart the numbers of two tensors are; two NaNs and two equal infinities are not apart."""
     left, right = left.detach(), right.detach()
-    are_equal = (left == right) | (left.isnan() & right.isnan())
+    are_nan = left.isnan() & right.isnan()
+    are_equal = (left == right) | are_nan
     if not left.is_complex():
-        left, right = left.double(), right.double()
-    return (left - right).abs().masked_fill(are_equal, 0.0).nan_to_num(torch.inf)
+        left = left.double()
+        right = right.double()
+    apart = (left - right).abs()
+    apart = apart.masked_fill(are_equal, 0.0)
+    return apart.nan_to_num(torch.inf)
 
 
 _ROUNDED = 1e-6
@@ -180,12 +184,14 @@ class Side:
         value = self.kept.content(tensor)
         if value is None or self.attention.branches:
             return None
-        places = self._laid_out(name, torch.arange(value.numel()).view(value.shape))
+        count = value.numel()
+        places = self._laid_out(name, torch.arange(count).view(value.shape))
         if places is None or places.shape != content.shape:
             return None
-        content = content * _scale_of(self.attention, name)
-        numbers = value.new_empty(value.numel())
-        numbers[places.flatten().to(value.device)] = content.to(value).flatten()
+        scaled = content * _scale_of(self.attention, name)
+        numbers = value.new_empty(count)
+        order = places.flatten().to(value.device)
+        numbers[order] = scaled.to(value).flatten()
         return laid_out_as(tensor, numbers.view(value.shape))
 
 
@@ -225,7 +231,7 @@ class Parameters:
 NO_PARAMETERS = Parameters({})
 
 
-def _unmeasured(stage: str, like: Tensor) -> float | None:
+def _unmeasured(stage: str, left: Tensor, right: Tensor) -> float | None:
     return None
 
 
@@ -236,8 +242,8 @@ class Pair:
     left: Side
     right: Side
     where: Where = Where()
-    noise: Callable[[str, Tensor], float | None] = _unmeasured
-    """The rounding error of a stage, in the form of a tensor that it is compared with; None if it was not measured."""
+    noise: Callable[[str, Tensor, Tensor], float | None] = _unmeasured
+    """The rounding error of a stage in the form in which both sides are compared; None if it was not measured."""
     blind: Rows = ()
     """The queries with every key masked out: their results are not defined."""
     parameters: Parameters = NO_PARAMETERS
@@ -246,21 +252,24 @@ class Pair:
 
     def difference(self, stage: str) -> Difference | None:
         """Return the difference of a stage; None if it is the same, or cannot be compared."""
-        left, right = self.left.stage(stage), self.right.stage(stage)
+        left = self.left.stage(stage)
+        right = self.right.stage(stage)
         axes = CANONICAL_AXES[stage]
         if left is None or right is None:
             left, right = self._as_made(stage)
             axes = ""
-        if left is None or right is None or left.shape != right.shape or torch.equal(left, right):
+        if left is None or right is None or left.shape != right.shape:
             return None
-        left, right = left.detach(), right.detach()
+        if torch.equal(left, right):
+            return None
         if stage == "masked_scores":
             left = left.masked_fill(left < BLOCKED_BELOW, -torch.inf)
             right = right.masked_fill(right < BLOCKED_BELOW, -torch.inf)
         if axes:
             left = without_rows(stage, left, self.blind)
             right = without_rows(stage, right, self.blind)
-        return self.beside(stage, axes, left, right, self.noise(stage, right))
+        floor = self.noise(stage, left, right)
+        return self.beside(stage, axes, left.detach(), right.detach(), floor)
 
     def _as_made(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """Return a stage that has no canonical axes, e.g. of windows, of both sides, if both have the same axes."""
@@ -328,6 +337,29 @@ class Difference:
         """The right in float64."""
         return self.right.detach().double()
 
+    @property
+    def is_none(self) -> bool:
+        """Whether both have the same shape and are equal but for rounding."""
+        return are_near(self.left, self.right, self.near)
+
+    def of_both(self, part: Callable[[Tensor], Tensor]) -> Difference:
+        """Return the difference of a part of both."""
+        return replace(self, left=part(self.left), right=part(self.right))
+
+    def among(self, marks: Tensor) -> Difference:
+        """Return the difference where a tensor is True; elsewhere both are 0."""
+        unmarked = ~marks.to(self.left.device)
+        marked = self.of_both(lambda tensor: tensor.masked_fill(unmarked, 0.0))
+        # The numbers that a mask writes are larger than all others.
+        return replace(marked, near=min(self.near, tolerance(marked.left)))
+
+    def first_unlike(self, axis: int) -> int:
+        """Return the first position along an axis at which both differ."""
+        for position in range(self.left.shape[axis]):
+            if not are_near(self.left.select(axis, position), self.right.select(axis, position), self.near):
+                return position
+        return 0
+
     @cached_property
     def is_finite(self) -> bool:
         """Whether both have finite numbers alone."""
@@ -340,10 +372,14 @@ class Difference:
         """
         left, right = self.ours, self.theirs
         if among is not None:
-            left, right = left.masked_fill(~among, 0.0), right.masked_fill(~among, 0.0)
-        squares = (right * right).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        factors = (left * right).sum(-1, keepdim=True) / squares
-        return are_near(left, factors * right, max(1.0, float(factors.abs().max())) * self.near)
+            left = left.masked_fill(~among, 0.0)
+            right = right.masked_fill(~among, 0.0)
+        smallest = torch.finfo(torch.float64).tiny
+        squares = (right * right).sum(-1, keepdim=True).clamp_min(smallest)
+        products = (left * right).sum(-1, keepdim=True)
+        factors = products / squares
+        largest = float(factors.abs().max())
+        return are_near(left, factors * right, max(1.0, largest) * self.near)
 
     @cached_property
     def is_clear(self) -> bool:

@@ -137,13 +137,17 @@ class _StageOfRanks:
         content = self.every[rank]
         part = part_of(self._whole, content.shape, rank, self.whole_ranks)
         if part is None:
-            shape, whole_shape = (shape_text(tuple(tensor.shape)) for tensor in (content, self._whole))
+            shape = shape_text(tuple(content.shape))
+            whole_shape = shape_text(tuple(self._whole.shape))
             return f": rank {rank} has {shape}, no part of {whole_shape}."
         largest, _ = distances(part, content)
-        if judge(largest, self.floor)[1] != "differs":
+        _, verdict = judge(largest, self.floor)
+        if verdict != "differs":
             return ""
-        reason = next(self._reasons(rank), "") if len(self.every) == self.whole_ranks else ""
-        return f" on rank {rank}: {largest:.2g}, rounding {self.floor:.1g}.{' ' * bool(reason)}{reason}"
+        words = f" on rank {rank}: {largest:.2g}, rounding {self.floor:.1g}."
+        has_all = len(self.every) == self.whole_ranks
+        reason = next(self._reasons(rank), "") if has_all else ""
+        return f"{words} {reason}" if reason else words
 
     def _difference(self, whole: Tensor, content: Tensor, rank: int) -> Difference:
         return Difference(
@@ -200,16 +204,21 @@ class _StageOfRanks:
 
     def _of_part(self, rank: int) -> Iterator[str]:
         """Yield a part of another rank or stage that this rank has, other features or heads, or a form of its own."""
-        for further in range(len(self.every)):
+        content = self.every[rank]
+        ranks = len(self.every)
+        for further in range(ranks):
             if further != rank and self._is_part(self._whole, further, of_rank=rank):
                 yield f"The result is the part of rank {further}."
         for name, whole in self.wholes.items():
-            is_other = name != self.name and whole.dim() == self.every[rank].dim()
-            if is_other and self._is_part(whole, rank, of_rank=rank):
+            if name == self.name or whole.dim() != content.dim():
+                continue
+            if self._is_part(whole, rank, of_rank=rank):
                 yield f"The result is the part of {name}."
         yield from self._of_places(rank)
-        part = part_of(self._whole, self.every[rank].shape, rank, len(self.every))
-        form = None if part is None else form_of(self._difference(part, self.every[rank], rank))
+        part = part_of(self._whole, content.shape, rank, ranks)
+        if part is None:
+            return
+        form = form_of(self._difference(part, content, rank))
         if form is not None:
             yield form.sentence
 
@@ -221,18 +230,20 @@ class _StageOfRanks:
 
     def _of_places(self, rank: int) -> Iterator[str]:
         """Yield which features or heads of the whole a rank has, if its part is cut along one axis."""
-        whole = self._whole
         content = self.every[rank]
-        cut = [axis for axis in range(content.dim()) if content.shape[axis] != whole.shape[axis]]
+        sizes = zip(content.shape, self._whole.shape, strict=True)
+        cut = [axis for axis, (size, whole_size) in enumerate(sizes) if size != whole_size]
         if len(cut) != 1:
             return
-        (axis,) = cut
-        places = places_in(whole, content, axis, self._near)
-        if places is None or len(set(places)) != len(places):
+        axis = cut[0]
+        places = places_in(self._whole, content, axis, self._near)
+        if places is None or len({*places}) < len(places):
             return
-        word = "features" if axis == content.dim() - 1 else "heads"
-        size = len(places)
-        expected = spans(range(rank * size, (rank + 1) * size))
+        word = "heads"
+        if axis == content.dim() - 1:
+            word = "features"
+        first = rank * len(places)
+        expected = spans(range(first, first + len(places)))
         yield f"The result has {word} {_in_turn(places)} of the whole module instead of {expected}."
 
 

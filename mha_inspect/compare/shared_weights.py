@@ -16,7 +16,8 @@ from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_he
 from ..record.rounding import max_difference, same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
-from .comparable_run import ComparableRun
+from .comparable_run import ComparableRun, unreadable
+from .merged import Merged, merged_in
 
 _SAME = "the same weights and input"
 
@@ -28,6 +29,11 @@ class Shared:
     weights: SharedWeights
     given: str = _SAME
     """The weights and the input in words; empty if the weights are unrelated."""
+    is_merged: bool = False
+    """Whether each side keeps its weights, because one has an adapter merged into them.
+
+    A projection and its adapter are then one stage, whose parts differ in form alone.
+    """
 
 
 AS_THEY_ARE = Shared(
@@ -88,6 +94,10 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     source, target = _in_order_of_dtypes(left, right)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
+    for plain, adapted in ((left, right), (right, left)):
+        merged = merged_in(weights_by_name(plain), weights_by_name(adapted))
+        if merged:
+            return _as_merged(merged, plain, adapted)
     transposed = _read_transposed(source, target)
     if not transposed:
         exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
@@ -109,6 +119,18 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         return Shared(SharedWeights(True, "Neither side has weights.", ()))
     sentence = "The weights could not be copied; each side keeps its own."
     return Shared(SharedWeights(False, sentence, (direction,)), given="")
+
+
+def _as_merged(merged: Sequence[Merged], plain: ComparableRun, adapted: ComparableRun) -> Shared:
+    """Return that each side keeps its weights: a copy would add the adapter to weights that have it already."""
+    first, *others = merged
+    more = f", and {plural(len(others), 'other')} likewise" if others else ""
+    sentence = (
+        f"Not copied: {first.name} of {plain.label} is that of {adapted.label} with {first.product.words} added{more}. "
+        "An adapter is merged there, so each side keeps its own weights."
+    )
+    given = "each side's own weights and the same input"
+    return Shared(SharedWeights(False, sentence, ()), given, is_merged=True)
 
 
 def _in_order_of_dtypes(left: ComparableRun, right: ComparableRun) -> tuple[ComparableRun, ComparableRun]:
@@ -377,21 +399,6 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     return there.why_not
 
 
-def unreadable(source: ComparableRun, target: ComparableRun) -> str:
-    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
-    for side in (source, target):
-        for weights in side.weights:
-            if weights.missing:
-                return f"{side.label}: {weights.missing[0]}"
-        if not side.weights:
-            return f"{side.label}: no attention was found."
-        if not all(weights.projections for weights in side.weights):
-            return f"{side.label}: its attention has no projections."
-    if len(source.weights) != len(target.weights):
-        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
-    return ""
-
-
 def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
     """Copy the weights of each attention into the attention in the same place, as far as they fit."""
     target.forget()
@@ -403,19 +410,21 @@ def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
 
 def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[str, ...]:
     """Return a sentence for each reason why parts were not copied, for all attentions together."""
-    by_reason: dict[str, dict[str, NotCopied]] = {}
+    by_reason: dict[tuple[str, bool], dict[str, None]] = {}
     for part in not_copied:
         reason = f"fit into {label}: {part.reason}"
         if part.sizes:
-            in_source, in_target = part.sizes
-            reason = f"{list(in_source)} in {source} and {list(in_target)} in {label}"
-        by_reason.setdefault(reason, {})[part.part] = part
+            in_source, in_target = map(list, part.sizes)
+            reason = f"{in_source} in {source} and {in_target} in {label}"
+        parts = by_reason.setdefault((reason, bool(part.sizes)), {})
+        parts[part.part] = None
     sentences = []
-    for reason, parts in by_reason.items():
-        has_sizes = any(part.sizes for part in parts.values())
-        singular, several = ("is", "are") if has_sizes else ("does not", "do not")
-        verb = singular if len(parts) == 1 else several
-        sentences.append(f"{listed(list(parts))} {verb} {reason}.")
+    for (reason, has_sizes), parts in by_reason.items():
+        is_single = len(parts) == 1
+        verb = "does not" if is_single else "do not"
+        if has_sizes:
+            verb = "is" if is_single else "are"
+        sentences.append(f"{listed([*parts])} {verb} {reason}.")
     return tuple(sentences)
 
 

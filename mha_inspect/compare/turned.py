@@ -44,14 +44,19 @@ class Tokens:
 
     def positions_of(self, token: int, numbers: Tensor, axis: int, near: float | None = None) -> list[int]:
         """Return the positions at which a token gets these numbers, the stage without its axis of positions."""
-        everywhere, recorded = self.everywhere(token), self.side.stage(self.stage)
+        everywhere = self.everywhere(token)
+        recorded = self.side.stage(self.stage)
         if everywhere is None or recorded is None or recorded.shape != everywhere.shape:
             return []
         # Where its neighbours have a part, e.g. in a convolution, a token among its copies is another one.
-        if not are_near(everywhere.select(axis, token), recorded.select(axis, token), near):
+        at_its_place = everywhere.select(axis, token)
+        if not are_near(at_its_place, recorded.select(axis, token), near):
             return []
-        positions = range(everywhere.shape[axis])
-        return [position for position in positions if are_near(everywhere.select(axis, position), numbers, near)]
+        positions = []
+        for position in range(everywhere.shape[axis]):
+            if are_near(everywhere.select(axis, position), numbers, near):
+                positions.append(position)
+        return positions
 
 
 def tokens_before(side: Side, stage: str) -> Tokens | None:

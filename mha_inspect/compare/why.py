@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..naming.canonical import returned_content
 from ..naming.pattern import STAGES
-from ..naming.visibility import Rows
 from ..record.arguments import dense
-from ..record.ops import Recording, TensorRef
+from ..record.ops import TensorRef
 from ..text import listed, plural
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .forms import form_of
-from .pair import Difference, Pair, Parameters, Reason, Where, Why, are_near, tolerance
+from .pair import Difference, Pair, Reason, Where, Why, are_near, tolerance
+from .reasons.exchanged import exchanged
 from .reasons.linear import linear, linear_after
 from .reasons.made_of import behind
 from .reasons.mask import mask
@@ -35,11 +35,10 @@ from .reasons.rows import by_head
 from .reasons.scale import scale
 from .reasons.shared import shared
 from .replay import LostError, replayed
-from .shared_weights import unreadable
 
-_AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
-"""Stages in which a query with every key masked out has no defined result."""
 _INPUTS = frozenset({"query", "key", "value"})
+OF_WEIGHTS = frozenset({"q_proj", "k_proj", "v_proj", "output"})
+"""Stages that a matrix alone makes: an adapter beside it is added to them."""
 _MOST = 48
 """The most stages to put into a run."""
 
@@ -48,8 +47,13 @@ def _of_form(pair: Pair, difference: Difference) -> Why | None:
     return form_of(difference)
 
 
-REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, _of_form, linear, position)
+REASONS: tuple[Reason, ...] = (scale, mask, rotation, norm, number, shared, exchanged, _of_form, linear, position)
 """Asked in this order about a stage that differs."""
+
+
+def why_merged(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
+    """Return why two sides differ of which one has the adapters of the other in its weights."""
+    return _facts(_Search(left, right, where, leaving_out=OF_WEIGHTS).searched())
 
 
 def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, ...]:
@@ -65,17 +69,23 @@ def why(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Why, .
     return _facts(_Search(left, right, where).searched())
 
 
-def first_difference(rows: Sequence[ComparedStage]) -> ComparedStage | None:
+def first_difference(rows: Sequence[ComparedStage], leaving_out: frozenset[str] = frozenset()) -> ComparedStage | None:
     """Return the first stage that differs, and not in form alone; None if none does."""
-    by_place: dict[int, dict[str, ComparedStage]] = {}
+    by_place: dict[int, list[ComparedStage]] = {}
     for row in rows:
-        by_place.setdefault(row.place, {})[row.name] = row
+        if row.difference is not None:
+            by_place.setdefault(row.place, []).append(row)
     for stages in by_place.values():
-        verdicts = {name: row.difference.verdict for name, row in stages.items() if row.difference is not None}
-        same = {name for name, verdict in verdicts.items() if verdict == "same"}
+        same = set()
+        differing: dict[str, ComparedStage] = {}
+        for row in stages:
+            if row.verdict == "same":
+                same.add(row.name)
+            if row.verdict == "differs" and row.name not in leaving_out:
+                differing[row.name] = row
         for name in _effective(same.__contains__):
-            if verdicts.get(name) == "differs":
-                return stages[name]
+            if name in differing:
+                return differing[name]
     return None
 
 
@@ -93,8 +103,7 @@ def _effective(is_same: Callable[[str], bool]) -> tuple[str, ...]:
 
 def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, where: Where) -> Iterator[Why]:
     """Yield how queries or keys are normalized otherwise, where the weights of both sides differ."""
-    for place in range(min(len(left.attentions), len(right.attentions))):
-        pair = pair_of(left, right, place, where)
+    for pair in Comparison(left, right).pairs(where):
         content = None if stage is None else pair.left.stage(stage)
         if stage is None or content is None:
             continue
@@ -102,36 +111,6 @@ def why_norms(left: ComparableRun, right: ComparableRun, stage: str | None, wher
         if reason is not None:
             yield reason
             return
-
-
-def pair_of(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> Pair:
-    """Return the same attention of two runs, with the rounding errors that were measured."""
-    blind = tuple(sorted({*left.masked_queries(place), *right.masked_queries(place)}))
-    noise = partial(_noise, left, right, place, blind)
-    named = {**dict(left.subject.module.named_parameters()), **dict(right.subject.module.named_parameters())}
-    unread = _unread(left.run.recording), _unread(right.run.recording)
-    return Pair(
-        left=left.side(place),
-        right=right.side(place),
-        where=where,
-        noise=noise,
-        blind=blind,
-        parameters=Parameters(named, unread),
-        weights=(left.weights[place], right.weights[place]) if not unreadable(left, right) else None,
-    )
-
-
-def _noise(left: ComparableRun, right: ComparableRun, place: int, blind: Rows, stage: str, like: Tensor) -> float:
-    """Return the larger rounding error of a stage of both sides."""
-    has_axes = left.content(place, stage) is not None and right.content(place, stage) is not None
-    rows = blind if has_axes and (place or stage in _AFTER_A_MASK) else ()
-    return max(side.floor(place, stage, like, rows, as_made=not has_axes) for side in (left, right))
-
-
-def _unread(recording: Recording) -> frozenset[str]:
-    """Return the parameters that no operation reads."""
-    read = {tensor.storage for op in recording.ops for tensor in op.inputs}
-    return frozenset(named.name for named in recording.parameters if named.tensor.storage not in read)
 
 
 # -- the stages -------------------------------------------------------------------------------------------------------
@@ -169,16 +148,20 @@ class _Search:
     left: ComparableRun
     right: ComparableRun
     where: Where
+    leaving_out: frozenset[str] = frozenset()
+    """Stages that differ in form alone."""
 
     def searched(self) -> _Trial:
         """Return the left run with each stage of the right that differs, up to the first without a reason."""
         trial = _Trial()
-        if not Comparison(self.left, self.right).are_paired:
+        comparison = Comparison(self.left, self.right)
+        if not comparison.are_paired:
             return trial
-        for place in range(min(len(self.left.attentions), len(self.right.attentions))):
-            pair = pair_of(self.left, self.right, place, self.where)
+        for place, pair in enumerate(comparison.pairs(self.where)):
             at = replace(pair, left=replace(pair.left, changed=trial.computed))
             for stage in _effective(partial(_is_same_in, at)):
+                if stage in self.leaving_out:
+                    continue
                 trial = self._after(trial, pair, place, stage)
                 if trial.end:
                     return trial
@@ -254,16 +237,20 @@ class _Search:
         """Return the form of the difference of both outputs, which nothing before them explains."""
         if left.shape != right.shape or left.dim() != 3 or not self.left.attentions:
             return None
-        pair = pair_of(self.left, self.right, 0, self.where)
+        pair = Comparison(self.left, self.right).pair(0, self.where)
         difference = pair.beside("the output", "batch query embed", left, right, self._floor)
-        return None if difference is None else form_of(difference) or linear_after(pair, difference)
+        if difference is None:
+            return None
+        return form_of(difference) or linear_after(pair, difference)
 
 
 def _is_same_in(pair: Pair, stage: str) -> bool:
     """Return whether both sides have a stage, with the same numbers."""
-    left, right = pair.left.stage(stage), pair.right.stage(stage)
-    has_both = left is not None and right is not None and left.shape == right.shape
-    return has_both and pair.difference(stage) is None
+    left = pair.left.stage(stage)
+    right = pair.right.stage(stage)
+    if left is None or right is None or left.shape != right.shape:
+        return False
+    return pair.difference(stage) is None
 
 
 def _reason_of(pair: Pair, difference: Difference) -> Why | None:
@@ -278,14 +265,16 @@ def _reason_of(pair: Pair, difference: Difference) -> Why | None:
 
 def _facts(trial: _Trial) -> tuple[Why, ...]:
     """Return each fact once, in the order of computation, with the stages that it is true of; last, if that is all."""
-    if not trial.found:
-        return ()
     by_fact: dict[tuple[str, str], list[_Found]] = {}
     for each in trial.found:
-        by_fact.setdefault((each.why.kind, each.why.fact or each.stage), []).append(each)
+        fact = each.why.fact or each.stage
+        alike = by_fact.setdefault((each.why.kind, fact), [])
+        alike.append(each)
     whys = [_of_one_fact(together) for together in by_fact.values()]
-    if trial.end:
-        whys[-1] = replace(whys[-1], sentence=f"{whys[-1].sentence} {trial.end}")
+    if whys and trial.end:
+        last = whys.pop()
+        sentence = f"{last.sentence} {trial.end}"
+        whys.append(replace(last, sentence=sentence))
     return tuple(whys)
 
 

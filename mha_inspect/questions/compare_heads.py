@@ -19,7 +19,6 @@ from ..compare.head_sentences import Change, CopiedWeights, StageWalk, answer, r
 from ..compare.pair import Where
 from ..compare.reasons.mask import visible_pairs
 from ..compare.shared_weights import weights_by_name, write_by_name
-from ..compare.why import pair_of
 from ..errors import SpecError
 from ..graph.rerun import between
 from ..measure.run_report import environment_of, fate_of, layer_of, masked_sentence
@@ -209,10 +208,10 @@ def _once(sentences: Iterable[str]) -> list[str]:
 def _unlike_masks(baseline: HeadRun, run: HeadRun) -> str:
     """Return how the masks of a head count differ from those of the baseline: that is no effect of the split."""
     called = Where(f"with {plural(baseline.num_heads, 'head')}", f"with {plural(run.num_heads, 'head')}")
-    for place in range(min(len(baseline.attentions), len(run.attentions))):
+    for place, pair in enumerate(Comparison(baseline, run).pairs(called)):
         if _masks_by_scores(baseline, place) or _masks_by_scores(run, place):
             continue  # e.g. the best keys of each head: that is an effect of the split
-        sentence = visible_pairs(pair_of(baseline, run, place, called))
+        sentence = visible_pairs(pair)
         if sentence:
             return f"Beside the split, {sentence[0].lower()}{sentence[1:]}"
     return ""

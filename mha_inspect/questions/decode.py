@@ -16,7 +16,7 @@ from ..checks.arguments import CACHES, Arguments, Source, masks_by_item, second_
 from ..checks.intent import Intent
 from ..compare.calls import reason_of
 from ..compare.calls.pair import Continued
-from ..compare.comparable_run import measured_in
+from ..compare.comparable_run import difference_of, measured_in
 from ..compare.pair import Why
 from ..errors import ForwardError, InputError
 from ..layers.spec import Show
@@ -24,7 +24,7 @@ from ..measure.ranks import require_alone
 from ..measure.run_report import drops_at_random, environment_of, layer_of, report
 from ..naming.visibility import kinds_of
 from ..record.arguments import first_tensor
-from ..record.rounding import beside, distances, judge, rounding_error
+from ..record.rounding import beside, rounding_error
 from ..reports.trace import DecodeProof, Step, Trace
 from ..running.subject import Run, Subject
 from ..text import listed, plural, small
@@ -373,14 +373,6 @@ def _no_cache(arguments: Arguments, cache: str | None) -> InputError:
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _SamePosition:
-    """One position in the output of one forward, and in that of a call."""
-
-    whole: Tensor
-    call: Tensor
-
-
 def _compared(subject: Subject, whole: Tensor, calls: _Calls) -> DecodeProof:
     """Compare the last position of each call with that of one forward."""
     outputs = calls.outputs()
@@ -389,20 +381,17 @@ def _compared(subject: Subject, whole: Tensor, calls: _Calls) -> DecodeProof:
         return _not_compared(length, "device meta has shapes and no numbers")
     if drops_at_random(calls.run):
         return _not_compared(length, "the forward draws random numbers")
-    of_whole: list[Tensor] = []
-    of_calls: list[Tensor] = []
-    for stop, output in outputs.items():
-        position = _last_of(whole, output, stop, length)
-        if position is not None:
-            of_whole.append(position.whole.flatten())
-            of_calls.append(position.call.flatten())
-    if not of_whole:
+    positions = _last_positions(whole, outputs)
+    if not positions:
         returned = list(outputs[length].shape)
         note = f"a step returns {returned}, and the forward over all tokens {list(whole.shape)}"
         return _not_compared(length, note)
-    largest, relative = distances(torch.cat(of_whole), torch.cat(of_calls))
-    floor = rounding_of(subject, whole) if largest else None
-    return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
+    of_whole = torch.cat([ours.flatten() for ours, _ in positions.values()])
+    of_calls = torch.cat([theirs.flatten() for _, theirs in positions.values()])
+    difference = difference_of(of_whole, of_calls, None)
+    if difference.max_abs_difference:
+        difference = difference_of(of_whole, of_calls, rounding_of(subject, whole))
+    return DecodeProof(**vars(difference), tokens=length)
 
 
 def _not_compared(tokens: int, note: str) -> DecodeProof:
@@ -410,35 +399,33 @@ def _not_compared(tokens: int, note: str) -> DecodeProof:
     return DecodeProof(None, None, None, None, None, tokens, note)
 
 
-def _last_of(whole: Tensor, output: Tensor, stop: int, length: int) -> _SamePosition | None:
-    """Return position `stop - 1` of an output of all tokens, and the last of an output; None if shapes differ.
+def _last_positions(whole: Tensor, outputs: Mapping[int, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the last position of each call in one forward and in the call, by the number of tokens so far.
 
     The prompt's other positions are not compared: at padding, they may see anything.
     """
-    if output.dim() == whole.dim():
+    length = max(outputs)
+    positions: dict[int, tuple[Tensor, Tensor]] = {}
+    for stop in sorted(outputs):
+        output = outputs[stop]
+        if stop == length and whole.shape == output.shape:
+            positions[stop] = whole, output
         for axis, size in enumerate(whole.shape):
-            if size != length or not output.shape[axis]:
+            if output.dim() != whole.dim() or size != length or not output.shape[axis]:
                 continue
-            position = _SamePosition(whole.narrow(axis, stop - 1, 1), output.narrow(axis, -1, 1))
-            if position.whole.shape == position.call.shape:
-                return position
-    if stop == length and whole.shape == output.shape:
-        return _SamePosition(whole, output)
-    return None
+            position = whole.narrow(axis, stop - 1, 1), output.narrow(axis, -1, 1)
+            if position[0].shape == position[1].shape:
+                positions[stop] = position
+                break
+    return positions
 
 
 def _first_different(whole: Tensor, outputs: Mapping[int, Tensor], floor: float) -> int:
     """Return the number of tokens so far in the first call whose last position differs from that of one forward."""
-    length = max(outputs)
-    for stop in sorted(outputs):
-        position = _last_of(whole, outputs[stop], stop, length)
-        if position is None:
-            continue
-        largest, _ = distances(position.whole, position.call)
-        _, verdict = judge(largest, floor)
-        if verdict == "differs":
+    for stop, position in _last_positions(whole, outputs).items():
+        if difference_of(*position, floor).verdict == "differs":
             return stop
-    return length
+    return max(outputs)
 
 
 def rounding_of(subject: Subject, whole: Tensor, pick: Callable[[Any], Tensor] = first_tensor) -> float:

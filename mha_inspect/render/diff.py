@@ -64,8 +64,8 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     detail = "not compared: the weights are unrelated"
     if is_comparable:
         detail = _measured(report)
-    yield section("stages", *_stages_of_attentions(report.stages), detail=detail)
-    if is_comparable:
+    yield section("stages", *_stages_of_attentions(report), detail=detail)
+    if is_comparable and not all(row.verdict == "same" for row in report.stages):
         yield section("first stage that differs", facts(*_first_difference(report)))
     yield section("output of the plain forward", _output(report))
     yield section("", *notes(report.notes))
@@ -86,16 +86,43 @@ def _measured(report: DiffReport) -> str:
     return f"in the same axes; rounding error: rounding of {noise.dtype} ({sides}), {against}"
 
 
-def _stages_of_attentions(stages: Sequence[StageRow]) -> Iterator[Block]:
-    """Yield a table of stages for each attention, an empty one if there is no stage, and under it the notes."""
-    if not stages:
+def _stages_of_attentions(report: DiffReport) -> Iterator[Block]:
+    """Yield a table of the stages of each attention, and under it the notes; stages that are the same share a line."""
+    if not report.stages:
         yield _stages(())
-    for _, group in groupby(stages, lambda row: row.attention):
+    alike: dict[str, list[int]] = {}
+    for attention, group in groupby(report.stages, lambda row: row.attention):
         rows = tuple(group)
-        yield _stages(rows)
-        noted = [(row.name, row.note) for row in rows if row.note]
-        if noted:
-            yield facts(*noted)
+        same = [row for row in rows if row.verdict == "same"]
+        if report._shows_all or len(same) < 2:
+            yield from _with_notes(rows)
+            continue
+        names = ", ".join(row.name for row in same)
+        rest = tuple(row for row in rows if row.verdict != "same")
+        if not rest and attention is not None:
+            alike.setdefault(names, []).append(attention)
+            continue
+        yield facts((_SAME, names))
+        if rest:
+            yield from _with_notes(rest)
+    for names, numbers in alike.items():
+        attentions = "attention" if len(numbers) == 1 else "attentions"
+        yield facts((f"{_SAME} in {attentions} {text.spans(numbers)}", names))
+
+
+_SAME = "the same"
+
+
+def _with_notes(rows: tuple[StageRow, ...]) -> Iterator[Block]:
+    """Yield the table of stages, and a line for each note, with the stages that it is about."""
+    yield _stages(rows)
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            named.setdefault(row.note, []).append(row.name)
+    if named:
+        lines = [(", ".join(names), note) for note, names in named.items()]
+        yield facts(*lines)
 
 
 def _output(report: DiffReport) -> Table:
@@ -177,8 +204,6 @@ def _without_first_difference(report: DiffReport) -> str:
     """Return why no stage is the first that differs."""
     if any(row.verdict == "differs" for row in report.stages):
         return "none: the outputs are the same, so the stages that differ do so in form alone"
-    if any(row.verdict for row in report.stages):
-        return "none: every shared stage is the same"
     if any(row.left is not None and row.right is not None for row in report.stages):
         return "unknown: no stage was compared"
     return "none: the sides share no stage"

@@ -165,6 +165,8 @@ class DiffReport(Report):
     """Why the outputs differ, as far as that could be tried or measured."""
     buffers: tuple[str, ...] = ()
     """Names of buffers that differ. Buffers are not weights: they are not copied, and each side keeps its own."""
+    _shows_all: bool = False
+    """Whether its page has a row for each stage, also for those that are the same."""
 
     @property
     def ok(self) -> bool:

@@ -90,7 +90,7 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     reasons = {skipped.check: skipped.reason for skipped in report.left_out}
     assert "gradients cannot be computed" in reasons["parameters"]
     assert "meta" in reasons["heads"]
-    assert {passed.check for passed in report.passed} == {"scale", "parameters"}
+    assert {passed.check for passed in report.passed} == {"reshape", "scale", "parameters"}
     assert "every projection is used once" in {passed.sentence for passed in report.passed}
     assert report.runs == 1
     assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), x).ok

@@ -68,3 +68,13 @@ def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(
     assert len(skipped) == 1
     monkeypatch.delenv("FORCE_COLOR")
     assert "1. heads" in invoke(*command).out.splitlines()[6]
+
+
+def test_a_diff_names_stages_that_are_the_same_on_one_line_and_all_has_a_row_for_each(screen):
+    sides = ["diff", "mine.py:Attention", "mine.py:Scrambled", "--embed-dim", "64", "--num-heads", "4"]
+    lines = screen(*sides)
+    assert "the same  query, key, value" in [line.rstrip() for line in lines]
+    rows = [line.split()[0] for line in lines if line.rstrip().endswith("differs")]
+    assert rows[:4] == ["q_heads", "k_heads", "v_heads", "scores"]
+    rows = [line.split()[0] for line in screen(*sides, "--all") if line.rstrip().endswith("same")]
+    assert rows == ["query", "key", "value"]

@@ -354,8 +354,56 @@ class Windows(Attention):
         return self.out((weights @ v).transpose(1, 2).reshape(x.shape))
 
 
+class Beside(nn.Linear):
+    """A linear layer with an adapter of rank 2 beside it, which may be scaled."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 4 * x @ self.down.T @ self.up.T
+
+
+class ExchangedLayers(Shared):
+    """Keys from the layer of values, and values from that of keys."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v, k = (part(x).unflatten(-1, (-1, D)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def of_adapters() -> Shared:
+    torch.manual_seed(3)
+    module = Shared(kv_heads=H)
+    module.q, module.v = Beside(), Beside()
+    return module
+
+
+def merged(times: float) -> Callable[[], nn.Module]:
+    """The same with the products of its adapters in its weights, this many times."""
+
+    def made() -> nn.Module:
+        module, beside = Shared(kv_heads=H), of_adapters()
+        module.load_state_dict(beside.state_dict(), strict=False)
+        for name in "qv":
+            layer = getattr(beside, name)
+            with torch.no_grad():
+                getattr(module, name).weight += times * layer.up @ layer.down
+        return module
+
+    return made
+
+
 RIGHT = with_()
 PAIRS = [
+    Pair("ExchangedLayers", ExchangedLayers, lambda: Shared(kv_heads=H), ("order", "order"), first="k_proj"),
+    Pair("AdapterMerged", of_adapters, merged(4), outcome="same", whole=False),
+    Pair("AdapterMergedWithoutScale", of_adapters, merged(1), ("low rank",) * 2, first="q_heads", whole=False),
+    Pair("AdapterMergedOnTheLeft", merged(1), of_adapters, ("low rank",) * 2, first="q_heads", whole=False),
     Pair("Same", RIGHT, RIGHT, outcome="same"),
     Pair("RowsByHead", RIGHT, with_(split=_by_head), ("order",), first="q_heads"),
     Pair("KeysAndValuesExchanged", RIGHT, with_(split=_exchanged), ("order",)),

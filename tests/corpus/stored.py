@@ -80,21 +80,6 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
-class Prunable(nn.Module):
-    """Attention of some heads; the output has all features."""
-
-    def __init__(self, heads: int = HEADS, head_dim: int = HEAD_DIM) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value = (nn.Linear(WIDTH, heads * head_dim) for _ in range(3))
-        self.dense = nn.Linear(heads * head_dim, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = (side(x) for side in (self.query, self.key, self.value))
-        q, k, v = (side.unflatten(-1, (self.heads, -1)).transpose(1, 2) for side in projected)
-        return x + self.dense(((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
 class Apart(nn.Module):
     """Attention with a projection for each of queries, keys and values."""
 

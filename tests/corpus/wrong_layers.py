@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, before, fused, future, halves, repeated
+from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, Steps, before, fused, future, halves, repeated
 
 # -- heads -------------------------------------------------------------------------------------------------------------
 
@@ -437,6 +437,120 @@ CASES += [
         None,
         {"attend": lambda m, q, k, v: (-(q.unsqueeze(3) - k.unsqueeze(2)).pow(2).sum(-1) * 2).softmax(-1) @ v},
         asked=False,
+    ),
+]
+
+
+# -- without a softmax -------------------------------------------------------------------------------------------------
+
+
+def linear_attention(total: Callable[[Tensor], Tensor]) -> Steps:
+    """Causal linear attention; a function of the features of the keys, `batch heads key feature`, is divided by."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        state = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return (q.unsqueeze(-2) @ state).squeeze(-2) / (q * total(k)).sum(-1, keepdim=True)
+
+    return {"attend": attend}
+
+
+CASES.append(
+    Case(
+        "DividedByTheSumOfHeads",
+        "softmax",
+        linear_attention(lambda k: k.cumsum(1)),
+        linear_attention(lambda k: k.cumsum(2)),
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    )
+)
+
+
+# -- tables of relative places -----------------------------------------------------------------------------------------
+
+
+class OfWindows(Right):
+    """Tokens of a window of 3 x 4 with a bias for each relative place."""
+
+    def __init__(self, *, columns: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5 * 7, H))
+        row, column = torch.arange(12) // 4, torch.arange(12) % 4
+        rows, steps = row[:, None] - row + 2, column[:, None] - column + 3
+        self.register_buffer("index", rows * columns + steps)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores + self.table[self.index].permute(2, 0, 1)
+
+
+CASES.append(
+    Case(
+        "PlacesCollide",
+        "parameters",
+        partial(OfWindows, columns=4),
+        partial(OfWindows, columns=7),
+        inputs=tokens(B, 12),
+        suspected=True,
+        in_trace=True,
+    )
+)
+
+
+# -- reshaped maps ----------------------------------------------------------------------------------------------------
+
+
+class OfFrames(Right):
+    """Each frame of a video, `batch channel time pixel`, attends to its own pixels."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, times, pixels = x.shape
+        frames = x.transpose(1, 2) if self.turned else x
+        made = super().forward(frames.reshape(batch * times, channels, pixels).mT)
+        return made.mT.reshape(batch, times, channels, pixels).transpose(1, 2)
+
+
+class ToAMap(Right):
+    """Each pixel of a map is a token; returns the map of the contexts, with heads and features for channels."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+
+    def join(self, x: Tensor) -> Tensor:
+        sizes = (*x.shape[:2], D, 2, -1)
+        return x.mT.reshape(sizes) if self.turned else x.reshape(sizes)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.o(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 2)
+
+
+CASES += [
+    Case(
+        "FramesByView",
+        "reshape",
+        partial(OfFrames, turned=False),
+        partial(OfFrames, turned=True),
+        inputs=lambda: {"x": torch.randn(B, E, 5, 7)},
+        suspected=True,
+        in_trace=True,
+    ),
+    Case(
+        "MapByView",
+        "reshape",
+        partial(ToAMap, turned=False),
+        partial(ToAMap, turned=True),
+        inputs=tokens(B, 14),
+        suspected=True,
+        in_trace=True,
     ),
 ]
 

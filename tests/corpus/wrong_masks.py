@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mha_inspect.checks.intent import Intent
 
-from .planted import CAUSAL, PADDING, B, Case, D, E, H, N, Padded, Right, folded, future, masked
+from .planted import CAUSAL, PADDING, B, Case, D, E, H, N, Padded, Right, before, folded, future, masked
 
 LEFT = Intent(padding="mask", padding_true="keep", padding_side="left")
 
@@ -165,6 +165,22 @@ CASES = [
     _causal("KeysFlipped", wrong=flipped("keys"), twin=masked(future)),
     _causal("ValuesFlipped", wrong=flipped("values"), twin=masked(future)),
     _causal("SharpScores", wrong=None, twin=large(1e4)),
+    Case(
+        "WindowWithoutAnEnd",
+        "causal",
+        masked(lambda s: before(s) > 3),
+        masked(lambda s: (before(s) > 3) | future(s)),
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    ),
+    Case(
+        "TimesALowNumber",
+        "masking",
+        {"mask": lambda m, s: s * torch.where(future(s), -1e6, 1.0)},
+        {"mask": lambda m, s: s + torch.where(future(s), -1e6, 0.0)},
+        in_trace=True,
+    ),
     Case(
         "SubtractedOnes", "masking", {"mask": lambda m, s: s - future(s).float()}, masked(future, -1e9), in_trace=True
     ),

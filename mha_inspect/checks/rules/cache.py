@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...compare.calls import reason_of
 from ...compare.pair import Why
-from ...compare.replay import factors_of
 from ...record.site import place_of
 from ...reports.check import Finding
 from ..arguments import CACHES, counts, second_output
 from ..cache_loop import Cache, Loop
 from ..evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from ..factors import factors_of
 from ..masked_runs import padded_sources, padding_mask
 from ..registry import rule
 from ..seen_keys import SeenKeys

@@ -11,13 +11,14 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ...compare.replay import SIDES, Factor, LostError
+from ...compare.replay import LostError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Finding
 from ...text import listed
 from ..causal_masks import against_causal
 from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..factors import SIDES, Factor
 from ..registry import rule
 from ..seen_keys import SeenKeys
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...compare.replay import Factor, LostError, NotHereError, Row, content_of
+from ...compare.replay import LostError, content_of
 from ...graph.attention import Attention
 from ...measure.repeats import row_of_each
 from ...naming.axes import AxisNames
@@ -17,6 +17,7 @@ from ...naming.pattern import dims_of
 from ...reports.check import Finding
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
+from ..factors import Factor, NotHereError, Row
 from ..registry import rule
 
 

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ...compare.replay import SIDES, Factor, LostError, Row, Way, content_of
+from ...compare.replay import LostError, content_of
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
@@ -20,6 +20,7 @@ from ...reports.check import Finding
 from ...text import listed, plural
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
+from ..factors import SIDES, Factor, Row, Way
 from ..registry import rule
 
 _MOST_TOKENS = 64

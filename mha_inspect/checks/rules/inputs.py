@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...compare.replay import factors_of
 from ...graph.rerun import between
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ..evidence import Evidence
+from ..factors import factors_of
 from ..given import without_effect
 from ..registry import rule
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...record.ops import Op
 from ...reports.check import Finding
@@ -151,7 +152,7 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
     """Yield masks that leave weight on masked keys."""
     weights = _without_padding(_final_weights(evidence, attention), evidence.padded)
     is_weak = False
-    for op in attention.masks:
+    for op in (*attention.masks, *_factors(evidence, attention)):
         values = [evidence.content(tensor) for tensor in op.inputs]
         fault = weak_mask(op, values, weights)
         if fault is not None:
@@ -163,6 +164,14 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
         fault = _undone(evidence, attention, op)
         if fault is not None:
             yield fault.finding(op)
+
+
+def _factors(evidence: Evidence, attention: Attention) -> list[Op]:
+    """Return the products with a tensor between the scores and the softmax, without those that are masks already."""
+    scores, last = attention.score_product.op.output, attention.softmax.inputs[0]
+    steps = between(evidence.run.recording, {scores.id}, last)
+    products = [op for op in steps if op.base_name.rstrip("_") == "mul" and op.inputs[-1].numel > 1]
+    return [op for op in products if op not in attention.masks]
 
 
 def _final_weights(evidence: Evidence, attention: Attention) -> Tensor | None:
@@ -265,8 +274,15 @@ def _with_other_keys(masked: Tensor, weights: Tensor) -> Tensor:
 
 
 def _multiplied(values: Sequence[Tensor | None], weights: Tensor | None) -> WeakMask | None:
-    """Return the fault that scores are multiplied by a mask of zeros and ones."""
+    """Return the fault that scores are multiplied by a mask: of zeros and ones, or of ones and a number that is low."""
     for mask in values:
+        low = _low_beside_one(mask)
+        if mask is not None and low is not None and _weighs(weights, mask == low):
+            return WeakMask(
+                f"The scores are multiplied by {low:.3g} for a masked key: a negative score becomes large.",
+                f"Of {mask.numel()} factors {int((mask == low).sum())} are {low:.3g}, the others 1.",
+                f"Add {low:.3g} to the scores of masked keys instead, or use masked_fill(mask, float('-inf')).",
+            )
         if mask is None or not is_zero_one(mask):
             continue
         if bool((mask == 1).all()) or not _weighs(weights, mask == 0):
@@ -277,6 +293,15 @@ def _multiplied(values: Sequence[Tensor | None], weights: Tensor | None) -> Weak
             "Use masked_fill(mask == 0, float('-inf')).",
         )
     return None
+
+
+def _low_beside_one(value: Tensor | None) -> float | None:
+    """Return the other number of a tensor of ones and one very low number; None if it is not that."""
+    if value is None or value.numel() < 2:
+        return None
+    numbers = torch.unique(value.float()).tolist()
+    is_low = len(numbers) == 2 and numbers[0] <= -_STRONG and numbers[1] == 1
+    return numbers[0] if is_low else None
 
 
 def is_zero_one(value: Tensor | None) -> bool:

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ...compare.replay import SIDES
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...record.ops import Op
@@ -18,9 +17,11 @@ from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
+from ..factors import SIDES
 from ..gradients import without_gradient
 from ..readers import Readers, weight_of
 from ..registry import rule
+from ..unread_rows import unread_rows
 from .masking import masks_everything
 
 
@@ -71,6 +72,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)
+    yield from unread_rows(evidence)
     if evidence.on_meta:
         yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
     elif evidence.once:

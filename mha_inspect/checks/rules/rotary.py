@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from ...compare.replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
+from ...compare.replay import LostError, again, content_of
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
@@ -18,6 +18,7 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ..each_kind import of_each_kind
 from ..evidence import Evidence
+from ..factors import SIDES, Factor, NotHereError, first_key
 from ..ladders import frequencies_off
 from ..registry import rule
 

@@ -9,7 +9,7 @@ from math import prod
 
 from torch import Tensor
 
-from ...compare.replay import NotHereError, content_of
+from ...compare.replay import content_of
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...graph.rules import reduced_places
@@ -21,6 +21,7 @@ from ...reports.check import Finding
 from ...text import shortened, spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence
+from ..factors import NotHereError
 from ..probe import moved_rows
 from ..registry import rule
 from .masking import is_zero_one

@@ -33,7 +33,7 @@ def reason_of(continued: Continued) -> Why | None:
         return None
     kinds = kinds_of(continued.whole)
     for place in range(count):
-        pair = CallPair(continued, place)
+        pair = CallPair.of(continued, place)
         if pair.is_of_other_tokens:
             continue  # e.g. of an encoder, which every call runs again
         if not pair.is_comparable:
@@ -47,7 +47,7 @@ def reason_of(continued: Continued) -> Why | None:
 
 def _first(pair: CallPair, *, is_cross: bool) -> Why | None:
     """Return the first thing that differs in an attention, with the line that makes it."""
-    attention = pair.call.attention
+    attention = pair.right.attention
     line = attention.score_product.op.source
     line_of_mask = attention.masks[-1].source if attention.masks else line
     asked = [(reason, line) for reason in (OF_OTHER_SEQUENCES if is_cross else BEFORE_THE_MASK)]

@@ -9,6 +9,6 @@ from .pair import CallPair
 def output(pair: CallPair) -> Why | None:
     """Return whether the output of the call's tokens differs."""
     both = pair.queries("output", 1) or pair.queries("context", 2)
-    if both is None or both.are_near:
+    if both is None or both.is_none:
         return None
     return Why("call", "The output of the attention differs, although its scores and values are equal.")

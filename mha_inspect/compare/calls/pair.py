@@ -8,19 +8,20 @@ A row of the call's keys is the token whose value it has: a cache may drop rows,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ...naming.pattern import CANONICAL_AXES
 from ...naming.visibility import sees
 from ...record.arguments import first_tensor
 from ...record.rounding import beside, rounding_error
 from ...running.subject import Run, Subject
 from ...text import shortened, spans
-from ..pair import Side, are_near, tolerance
+from ..pair import Difference, Pair, Side, Where, tolerance
 
 NO_TOKEN = -1
 """The token of a row that has the numbers of none."""
@@ -61,60 +62,24 @@ class Continued:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, eq=False)
-class InBoth:
-    """One tensor in the one call over all tokens and in the call that continues, in the same axes."""
-
-    whole: Tensor
-    call: Tensor
-    near: float = 0.0
-    """Numbers up to this far apart are the same."""
-
-    @property
-    def are_near(self) -> bool:
-        """Whether both have the same shape and are equal but for rounding."""
-        return are_near(self.whole, self.call, self.near)
-
-    def of_both(self, part: Callable[[Tensor], Tensor]) -> InBoth:
-        """Return a part of both."""
-        return replace(self, whole=part(self.whole), call=part(self.call))
-
-    def where(self, marks: Tensor) -> InBoth:
-        """Return both with zeros where a tensor is not True."""
-        unmarked = ~marks.to(self.whole.device)
-        marked = self.of_both(lambda tensor: tensor.masked_fill(unmarked, 0.0))
-        # The numbers that a mask writes are larger than all others.
-        return replace(marked, near=min(self.near, tolerance(marked.whole)))
-
-    def rows(self, expected: Tensor) -> Tensor:
-        """Return for each row of `batch heads row feature` of the call its token: that with the same numbers.
-
-        Of several such tokens, the `expected` token of the row is taken. Without one it is `NO_TOKEN`.
-        """
-        tokens = torch.full((self.call.shape[2],), NO_TOKEN)
-        for row in range(len(tokens)):
-            apart = (self.whole - self.call[:, :, row : row + 1]).abs().nan_to_num(torch.inf)
-            fits = (apart.amax((0, 1, 3)) <= self.near).nonzero().flatten().tolist()
-            if int(expected[row]) in fits:
-                tokens[row] = expected[row]
-            elif fits:
-                tokens[row] = fits[0]
-        return tokens
-
-    def first_unlike(self, axis: int) -> int:
-        """Return the first position along an axis at which both differ."""
-        for position in range(self.whole.shape[axis]):
-            if not are_near(self.whole.select(axis, position), self.call.select(axis, position), self.near):
-                return position
-        return 0
-
-
-@dataclass(frozen=True, eq=False)
-class CallPair:
-    """One attention of the call beside the same attention of the one call."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallPair(Pair):
+    """One attention of one call over all tokens, the left, beside the same attention of the call, the right."""
 
     continued: Continued
     place: int
+
+    @classmethod
+    def of(cls, continued: Continued, place: int) -> CallPair:
+        """Return an attention of both runs."""
+        whole, call = continued.whole, continued.named_call
+        return cls(
+            left=Side(whole, *whole.attentions[place], continued.whole_leaves),
+            right=Side(call, *call.attentions[place], continued.call_leaves),
+            where=Where("in one call", "in this call"),
+            continued=continued,
+            place=place,
+        )
 
     @property
     def start(self) -> int:
@@ -131,24 +96,14 @@ class CallPair:
         """The number of tokens of the call."""
         return self.continued.length
 
-    @cached_property
-    def whole(self) -> Side:
-        """The attention in one call over all tokens."""
-        run = self.continued.whole
-        return Side(run, *run.attentions[self.place], self.continued.whole_leaves)
-
-    @cached_property
-    def call(self) -> Side:
-        """The attention in the call that continues."""
-        run = self.continued.named_call
-        return Side(run, *run.attentions[self.place], self.continued.call_leaves)
-
     # -- stages of both -----------------------------------------------------------------------------------------------
 
-    def both(self, stage: str) -> InBoth | None:
+    def both(self, stage: str) -> Difference | None:
         """Return a stage of both runs, of any shapes; None if a run lacks it."""
-        whole, call = self.whole.stage(stage), self.call.stage(stage)
-        return None if whole is None or call is None else InBoth(whole, call, self._near(stage, whole))
+        whole, call = self.left.stage(stage), self.right.stage(stage)
+        if whole is None or call is None:
+            return None
+        return Difference(stage, CANONICAL_AXES[stage], whole, call, self._near(stage, whole), self.where)
 
     def _near(self, stage: str, whole: Tensor) -> float:
         """Return how far apart numbers of a stage may be and are still equal, by the measured rounding error."""
@@ -162,36 +117,36 @@ class CallPair:
         _, unit = beside(whole.dtype)
         return min(unmeasured, tolerance(whole, rounding_error(whole, precise) * unit))
 
-    def alike(self, stage: str, positions: int) -> InBoth | None:
+    def alike(self, stage: str, positions: int) -> Difference | None:
         """Return a stage of both runs; None if it is missing, or they differ in another axis than the positions."""
         both = self.both(stage)
-        if both is None or shape_without(positions, both.whole) != shape_without(positions, both.call):
+        if both is None or shape_without(positions, both.left) != shape_without(positions, both.right):
             return None
         return both
 
-    def queries(self, stage: str, axis: int) -> InBoth | None:
+    def queries(self, stage: str, axis: int) -> Difference | None:
         """Return a stage of the call's tokens in both runs; None if it is missing or has other positions."""
         both = self.both(stage)
-        if both is None or both.whole.dim() != both.call.dim():
+        if both is None or both.left.dim() != both.right.dim():
             return None
-        if both.whole.shape[axis] < self.stop or both.call.shape[axis] != self.length:
+        if both.left.shape[axis] < self.stop or both.right.shape[axis] != self.length:
             return None
-        return replace(both, whole=both.whole.narrow(axis, self.start, self.length))
+        return replace(both, left=both.left.narrow(axis, self.start, self.length))
 
-    def of_rows(self, stage: str) -> InBoth | None:
+    def of_rows(self, stage: str) -> Difference | None:
         """Return scores, `batch heads query row`, of the call's tokens and of the rows that have one, in both runs."""
         both = self.queries(stage, 2)
-        if both is None or both.whole.shape[:2] != both.call.shape[:2]:
+        if both is None or both.left.shape[:2] != both.right.shape[:2]:
             return None
-        return replace(both, whole=both.whole[..., self.tokens[self.filled]], call=both.call[..., self.filled])
+        return replace(both, left=both.left[..., self.tokens[self.filled]], right=both.right[..., self.filled])
 
     @cached_property
-    def values(self) -> InBoth | None:
+    def values(self) -> Difference | None:
         """The values of both runs: `batch kv_heads key head_dim`."""
         return self.alike("v_heads", 2)
 
     @cached_property
-    def keys(self) -> InBoth | None:
+    def keys(self) -> Difference | None:
         """The keys of both runs: `batch kv_heads key head_dim`."""
         return self.alike("k_heads", 2)
 
@@ -202,17 +157,17 @@ class CallPair:
         """`row`: the token whose value is in this row of the call; -1 where it is none of them."""
         if self.values is None:
             return torch.full((0,), NO_TOKEN)
-        return self.values.rows(self.expected_tokens(self.values))
+        return rows_of(self.values, self.expected_tokens(self.values))
 
-    def expected_tokens(self, both: InBoth) -> Tensor:
+    def expected_tokens(self, both: Difference) -> Tensor:
         """Return the token that each row should have: all tokens in order, or the last ones if there are fewer rows.
 
         `both` are keys or values, `batch kv_heads row head_dim`. Of a row after the last token, it is -1.
         """
-        rows = both.call.shape[2]
+        rows = both.right.shape[2]
         dropped = max(self.stop - rows, 0)
         expected = torch.arange(rows) + dropped
-        return expected.masked_fill(expected >= min(both.whole.shape[2], self.stop), NO_TOKEN)
+        return expected.masked_fill(expected >= min(both.left.shape[2], self.stop), NO_TOKEN)
 
     @cached_property
     def filled(self) -> Tensor:
@@ -220,14 +175,15 @@ class CallPair:
         return (self.tokens >= 0).nonzero().flatten()
 
     @cached_property
-    def seen(self) -> InBoth:
+    def seen(self) -> Difference:
         """`batch query key` of the call's tokens in both runs: True if any head sees the key."""
-        return InBoth(_seen_in(self.whole)[:, self.start : self.stop], _seen_in(self.call))
+        whole, call = _seen_in(self.left), _seen_in(self.right)
+        return Difference("weights", "", whole[:, self.start : self.stop], call, near=0.0, where=self.where)
 
     @cached_property
     def seen_in_both(self) -> Tensor:
         """`batch query row` for the rows that have a token: True where both runs attend to it."""
-        return self.seen.whole[..., self.tokens[self.filled]] & self.seen.call[..., self.filled]
+        return self.seen.left[..., self.tokens[self.filled]] & self.seen.right[..., self.filled]
 
     # -- whether both runs can be compared ----------------------------------------------------------------------------
 
@@ -239,14 +195,31 @@ class CallPair:
     @property
     def is_of_other_tokens(self) -> bool:
         """Whether both runs compute the same from the same queries: their tokens are not those of the call."""
-        queries = self.call.stage("q_heads")
+        queries = self.right.stage("q_heads")
         if queries is None or queries.shape[2] == self.length:
             return False
         for stage in ("q_heads", "v_heads", "context"):
             both = self.both(stage)
-            if both is None or not both.are_near:
+            if both is None or not both.is_none:
                 return False
         return True
+
+
+def rows_of(both: Difference, expected: Tensor) -> Tensor:
+    """Return for each row of `batch heads row feature` of the call its token: that with the same numbers.
+
+    Of several such tokens, the `expected` token of the row is taken. Without one it is `NO_TOKEN`.
+    """
+    tokens = []
+    for row, wanted in enumerate(expected.tolist()):
+        apart = both.left - both.right[:, :, row : row + 1]
+        by_token = apart.abs().nan_to_num(torch.inf).amax((0, 1, 3))
+        fits = (by_token <= both.near).nonzero().flatten().tolist()
+        token = fits[0] if fits else NO_TOKEN
+        if wanted in fits:
+            token = wanted
+        tokens.append(token)
+    return torch.tensor(tokens, dtype=torch.long)
 
 
 def _dtype_of(run: Run) -> torch.dtype:

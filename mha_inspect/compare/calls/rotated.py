@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...graph.rerun import between
-from ...record.ops import TensorRef
 from ..pair import Why
 from ..turned import tokens_before
 from .entered import POSITIONS_FIX
 from .operands import scores_differ, unlike_keys
 from .pair import CallPair, ranges, restarts
 
-_ANGLES_FIX = "Compute the angles of the positions of each call, or keep them by position."
 _TURNED = 3
 """The number of cached keys whose angles are read."""
-_FAR = 60
-"""Operations after which a walk gives up: a rotation needs fewer."""
 
 
 def rotated(pair: CallPair) -> Why | None:
@@ -26,13 +21,17 @@ def rotated(pair: CallPair) -> Why | None:
         return None
     cached = [token for token in unlike_keys(pair, pair.keys) if token < pair.start]
     if cached:
-        return _keys_turned_twice(pair, cached, pair.keys.call)
-    return _counted_positions(pair) or _angle_of_queries(pair, queries.call)
+        return _keys_turned_twice(pair, cached, pair.keys.right)
+    of_query = _counted_positions(pair) or _angle(pair, "q_heads", queries.right[:, :, 0])
+    rows = (pair.tokens == pair.start).nonzero().flatten().tolist()
+    if of_query is not None or not rows:
+        return of_query
+    return _angle(pair, "k_heads", pair.keys.right[:, :, rows[0]])
 
 
 def _counted_positions(pair: CallPair) -> Why | None:
     """Return whether the tokens of the call are rotated by other positions than their own."""
-    position, expected = pair.call.steps.position, pair.whole.steps.position
+    position, expected = pair.right.steps.position, pair.left.steps.position
     if position is None or expected is None:
         return None
     offset = position.query_offset
@@ -52,18 +51,19 @@ def _counted_positions(pair: CallPair) -> Why | None:
     return Why("call", f"Position {right} is rotated as position {offset}{restarts(offset)}.", fix=POSITIONS_FIX)
 
 
-def _angle_of_queries(pair: CallPair, queries: Tensor) -> Why | None:
-    """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
+def _angle(pair: CallPair, stage: str, numbers: Tensor) -> Why | None:
+    """Return whether the first token of the call is rotated by the angle of another position, e.g. of an earlier call.
 
-    `queries` are those of the call, `batch heads query head_dim`.
+    `numbers` are its query or its key, `batch heads head_dim`.
     """
-    fits = _positions_of_angle(pair, "q_heads", pair.start, queries[:, :, 0])
+    fits = _positions_of_angle(pair, stage, pair.start, numbers)
     if len(fits) != 1 or fits[0] == pair.start:
         return None
-    sentence = f"Position {pair.start} is rotated by the angle of position {fits[0]}"
-    if _keeps_angles(pair):
-        return Why("call", f"{sentence}, which the module keeps from an earlier call.", fix=_ANGLES_FIX)
-    return Why("call", f"{sentence}{restarts(fits[0])}.", fix=POSITIONS_FIX)
+    subject = f"Position {pair.start}"
+    if stage == "k_heads":
+        subject = f"The key of position {pair.start}"
+    sentence = f"{subject} is rotated by the angle of position {fits[0]}{restarts(fits[0])}."
+    return Why("call", sentence, fix=POSITIONS_FIX)
 
 
 def _keys_turned_twice(pair: CallPair, cached: list[int], keys: Tensor) -> Why | None:
@@ -89,35 +89,7 @@ def _keys_turned_twice(pair: CallPair, cached: list[int], keys: Tensor) -> Why |
 
 def _positions_of_angle(pair: CallPair, stage: str, token: int, numbers: Tensor) -> list[int]:
     """Return the positions of the one call at which a projected token has these numbers, `batch heads head_dim`."""
-    tokens = tokens_before(pair.whole, stage)
+    tokens = tokens_before(pair.left, stage)
     if tokens is None or tokens.length < pair.stop:
         return []
     return tokens.positions_of(token, numbers, 2)
-
-
-def _keeps_angles(pair: CallPair) -> bool:
-    """Return whether the rotation of the queries reads a tensor that no operation of this call made."""
-    recording = pair.continued.call.recording
-    queue = _angle_operands(pair)
-    for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
-        producer = recording.producer(tensor)
-        if producer is not None:
-            queue += producer.inputs
-        elif tensor.id not in pair.continued.call_leaves and tensor.numel > 1:
-            return True
-    return False
-
-
-def _angle_operands(pair: CallPair) -> list[TensorRef]:
-    """Return what the steps from the projected queries to the heads read beside the queries: their angles."""
-    stages = pair.call.attention.stages
-    if "q_proj" not in stages:
-        return []
-    steps = between(pair.continued.call.recording, {stages["q_proj"].id}, stages["q_heads"])
-    path = {stages["q_proj"].id}
-    for op in steps:
-        path.update(tensor.id for tensor in op.outputs)
-    operands: list[TensorRef] = []
-    for op in steps:
-        operands += [tensor for tensor in op.inputs if tensor.id not in path]
-    return operands

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...record.arguments import tensors_in
 from ...text import plural
-from ..pair import Why
+from ..pair import Difference, Why
 from .operands import tried
-from .pair import NO_TOKEN, CallPair, InBoth, ranges, shape_without
+from .pair import NO_TOKEN, CallPair, ranges, rows_of, shape_without
 
 _APPEND_FIX = "Join the new keys and values to the cached ones, in order: torch.cat((past, new), dim=2)."
 _OWN_FIX = "Join the new keys and values to the cached ones before the scores: torch.cat((past, new), dim=2)."
@@ -19,7 +19,7 @@ _OWN_FIX = "Join the new keys and values to the cached ones before the scores: t
 
 def future(pair: CallPair) -> Why | None:
     """Return whether the one call attends to tokens after the call's."""
-    later = pair.seen.whole[..., pair.stop :].any(0).nonzero().tolist()
+    later = pair.seen.left[..., pair.stop :].any(0).nonzero().tolist()
     if not later:
         return None
     query, key = later[0]
@@ -33,7 +33,7 @@ def future(pair: CallPair) -> Why | None:
 def other_sequence(pair: CallPair) -> Why | None:
     """Return whether keys or values differ that are not of the call's tokens."""
     for side, both in (("keys", pair.keys), ("values", pair.values)):
-        if both is not None and not both.are_near:
+        if both is not None and not both.is_none:
             return Why("call", f"The {side} of the other sequence differ from those of one call.")
     return None
 
@@ -49,9 +49,9 @@ def slots(pair: CallPair) -> Why | None:
             "The cached values are the keys of the earlier calls.",
             fix="Return keys and values in the order in which the next call reads them.",
         )
-    if not _are_unlike(keys.whole) or not _are_unlike(values.whole):
+    if not _are_unlike(keys.left) or not _are_unlike(values.left):
         return None
-    of_keys = keys.rows(pair.expected_tokens(keys))
+    of_keys = rows_of(keys, pair.expected_tokens(keys))
     have_tokens = (of_keys >= 0) & (pair.tokens >= 0)
     apart = (have_tokens & (of_keys != pair.tokens)).nonzero().flatten().tolist()
     if not apart:
@@ -71,15 +71,17 @@ def _are_unlike(heads: Tensor) -> bool:
     return len(torch.unique(rows, dim=0)) == len(rows)
 
 
-def _are_exchanged(pair: CallPair, keys: InBoth, values: InBoth) -> bool:
+def _are_exchanged(pair: CallPair, keys: Difference, values: Difference) -> bool:
     """Return whether cached values are the keys of their tokens, and none of them is its own value."""
-    if keys.whole.shape != values.whole.shape or keys.call.shape != values.call.shape:
+    if keys.left.shape != values.left.shape or keys.right.shape != values.right.shape:
         return False
     expected = pair.expected_tokens(keys)
-    is_cached = expected.lt(pair.start) & expected.ge(0)
-    has_key = replace(keys, call=values.call).rows(expected) == expected
+    is_cached = (expected >= 0) & (expected < pair.start)
+    crossed = replace(keys, right=values.right)
+    has_key = rows_of(crossed, expected) == expected
     has_value = pair.tokens == expected
-    return bool(has_key[is_cached].any()) and not bool(has_value[is_cached].any())
+    some_have_keys = bool(has_key[is_cached].any())
+    return some_have_keys and not bool(has_value[is_cached].any())
 
 
 def missing(pair: CallPair) -> Why | None:
@@ -109,14 +111,14 @@ def missing(pair: CallPair) -> Why | None:
 
 def _missing_tokens(pair: CallPair) -> list[int]:
     """Return the tokens that the one call attends to, and whose values are in no row of the call."""
-    attended = pair.seen.whole.any(0).any(0)[: pair.stop].nonzero().flatten().tolist()
+    attended = pair.seen.left.any(0).any(0)[: pair.stop].nonzero().flatten().tolist()
     kept = set(pair.tokens.tolist())
     return [token for token in attended if token not in kept]
 
 
 def _lost_position(pair: CallPair, token: int) -> Why:
     """Return that the cache has dropped a token which a query of the one call attends to."""
-    query = pair.start + int(pair.seen.whole.any(0)[:, token].nonzero()[0])
+    query = pair.start + int(pair.seen.left.any(0)[:, token].nonzero()[0])
     return Why(
         "call",
         f"The cache has lost position {token}: this call has {plural(len(pair.tokens), 'key')}, of positions "
@@ -131,7 +133,7 @@ def _reads_tokens_alone(pair: CallPair) -> bool:
     has_repeated = len(set(pair.tokens.tolist())) < len(pair.tokens)
     if has_repeated or bool(pair.tokens.lt(0).any()):
         return False
-    return torch.equal(pair.keys.rows(pair.tokens), pair.tokens)
+    return torch.equal(rows_of(pair.keys, pair.tokens), pair.tokens)
 
 
 def _without_own(pair: CallPair, new: list[int]) -> str:
@@ -151,9 +153,9 @@ def _has_values_of(pair: CallPair, returned: Tensor, new: list[int]) -> bool:
     """Return whether a returned tensor, `batch kv_heads row feature`, has the values of these tokens as rows."""
     if pair.values is None or returned.dim() != 4:
         return False
-    whole = pair.values.whole
+    whole = pair.values.left
     if shape_without(2, returned) != shape_without(2, whole):
         return False
     any_token = torch.full((returned.shape[2],), NO_TOKEN)
-    tokens = replace(pair.values, call=returned.to(whole)).rows(any_token)
+    tokens = rows_of(replace(pair.values, right=returned.to(whole)), any_token)
     return set(new) <= set(tokens.tolist())

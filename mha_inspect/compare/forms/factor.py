@@ -51,12 +51,13 @@ def factors(difference: Difference) -> Why | None:
 
 def _choices(difference: Difference) -> list[list[int]]:
     """Return the axes with a factor for each place: one of them, two, or all but the last."""
-    along = [axis for axis, name in enumerate(difference.names) if name in _AXES and difference.left.shape[axis] > 1]
+    shape = difference.left.shape
+    along = [axis for axis, name in enumerate(difference.names) if name in _AXES and shape[axis] > 1]
     choices = [[axis] for axis in along]
-    choices += [[0, axis] for axis in along if axis and difference.left.shape[0] > 1]
-    every = list(range(difference.left.dim() - 1))
+    if shape[0] > 1:
+        choices += [[0, axis] for axis in along if axis]
     if "key" in difference.names[-1:]:
-        choices.append(every)
+        choices.append([*range(len(shape) - 1)])
     return choices
 
 
@@ -64,23 +65,27 @@ def _factors_along(axes: Sequence[int], difference: Difference) -> Tensor | None
     """Return a factor for each place along axes, with size 1 along the others; None if they do not explain all."""
     left, right = difference.ours, difference.theirs
     others = [axis for axis in range(left.dim()) if axis not in axes]
-    freedom = left.numel() // prod(left.shape[axis] for axis in axes)
+    if prod(left.shape[axis] for axis in others) < _FEWEST:
+        return None
     squares = (right * right).sum(others, keepdim=True)
     # The factor of very small numbers is not known.
-    if freedom < _FEWEST or float(squares.min()) <= (difference.near / _SAME) ** 2:
+    smallest = difference.near / _SAME
+    if float(squares.min()) <= smallest**2:
         return None
-    numbers = (left * right).sum(others, keepdim=True) / squares
-    largest = max(1.0, float(numbers.abs().max()))
-    return numbers if difference.is_explained_by(numbers * right, largest) else None
+    products = (left * right).sum(others, keepdim=True)
+    numbers = products / squares
+    largest = float(numbers.abs().max())
+    is_all = difference.is_explained_by(numbers * right, max(1.0, largest))
+    return numbers if is_all else None
 
 
 def _by_place(numbers: Tensor, axes: Sequence[int], difference: Difference) -> Why:
-    stage, where = difference.stage, difference.where
     names = [difference.names[axis] for axis in axes]
     places = listed([_WORDS.get(name, name) for name in names])
-    shown = ", ".join(small(float(number)) for number in numbers.flatten()[:_SHOWN])
-    more = ", …" if numbers.numel() > _SHOWN else ""
-    return Why(
-        "factor",
-        f"{difference.start} {where.left} is {stage} {where.right} times one number for each {places}: {shown}{more}.",
-    )
+    first = numbers.flatten()[:_SHOWN].tolist()
+    shown = ", ".join(map(small, first))
+    if numbers.numel() > _SHOWN:
+        shown += ", …"
+    stage, where = difference.stage, difference.where
+    subject = f"{difference.start} {where.left} is {stage} {where.right}"
+    return Why("factor", f"{subject} times one number for each {places}: {shown}.")

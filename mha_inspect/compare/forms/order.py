@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
@@ -18,20 +21,23 @@ def order(difference: Difference) -> Why | None:
     """Return an axis along which both have the same slices in another order."""
     if not difference.is_finite:
         return None
+    last = len(difference.names) - 1
     for axis, name in enumerate(difference.names):
         places = _order_along(axis, difference)
         if places is None:
             continue
-        slices = _SLICES.get(name, f"{name} positions")
-        if axis == len(difference.names) - 1:
-            slices = _SLICES.get(name, "features")
-        shown = " ".join(map(str, places[:_SHOWN]))
-        if len(places) > _SHOWN:
-            shown += " …"
+        other = "features" if axis == last else f"{name} positions"
+        slices = _SLICES.get(name, other)
         where = difference.where
-        sides = f"{where.left} they are {shown} of those {where.right}"
+        sides = f"{where.left} they are {in_turn(places)} of those {where.right}"
         return Why("order", f"The {slices} of {difference.stage} are in another order: {sides}.")
     return None
+
+
+def in_turn(places: Sequence[int]) -> str:
+    """Return the first places in their order: `0 2 1 3`."""
+    shown = " ".join(map(str, places[:_SHOWN]))
+    return f"{shown} …" if len(places) > _SHOWN else shown
 
 
 def _order_along(axis: int, difference: Difference) -> list[int] | None:
@@ -69,38 +75,30 @@ def _slices_along(axis: int, tensor: Tensor) -> Tensor:
 
 def exchanged(difference: Difference) -> Why | None:
     """Return two axes that were read in each other's place, by a view where a transpose was needed, or by a turn."""
-    right, where, stage = difference.theirs, difference.where, difference.stage
-    for first in range(1, right.dim()):
-        for second in range(first + 1, right.dim()):
-            turned = right.transpose(first, second)
-            if min(right.shape[first], right.shape[second]) < 2:
-                continue
-            words = f"{difference.names[first]} and {difference.names[second]}" if difference.names else "two axes"
-            if turned.shape == right.shape and difference.is_explained_by(turned):
-                return Why("order", f"In {stage}, {words} are exchanged {where.left}.")
-            if difference.is_explained_by(turned.reshape(right.shape)):
-                return Why("order", f"In {stage}, {words} are transposed and read without it {where.left}.")
-            # The same on the other side.
-            back = difference.ours.transpose(first, second).reshape(right.shape)
-            if are_near(back, right, difference.near):
-                return Why("order", f"In {stage}, {words} are transposed and read without it {where.right}.")
-    return _features_apart(difference)
-
-
-def _features_apart(difference: Difference) -> Why | None:
-    """Return the sizes of two axes in the features, of which one varies fastest on each side."""
-    right, where = difference.theirs, difference.where
-    if difference.names[-1:] not in (["features"], ["embed"]):
-        return None
-    width = right.shape[-1]
-    for count in range(2, width):
-        if width % count:
+    shape = difference.right.shape
+    axes = [axis for axis in range(1, len(shape)) if shape[axis] > 1]
+    for first, second in combinations(axes, 2):
+        how = _exchanged(first, second, difference)
+        if not how:
             continue
-        sizes = (count, width // count)
-        if difference.is_explained_by(right.reshape(*right.shape[:-1], *sizes).mT.flatten(-2)):
-            return Why(
-                "order",
-                f"The features of {difference.stage} are ({sizes[1]} {sizes[0]}) {where.left} and ({sizes[0]} "
-                f"{sizes[1]}) {where.right}: one axis of them varies fastest on each side.",
-            )
+        words = "two axes"
+        if difference.names:
+            words = f"{difference.names[first]} and {difference.names[second]}"
+        return Why("order", f"In {difference.stage}, {words} are {how}.")
     return None
+
+
+def _exchanged(first: int, second: int, difference: Difference) -> str:
+    """Return how two axes are read in each other's place; empty if they are not."""
+    where = difference.where
+    right = difference.theirs
+    turned = right.transpose(first, second)
+    if turned.shape == right.shape and difference.is_explained_by(turned):
+        return f"exchanged {where.left}"
+    if difference.is_explained_by(turned.reshape(right.shape)):
+        return f"transposed and read without it {where.left}"
+    # The same on the other side.
+    back = difference.ours.transpose(first, second)
+    if are_near(back.reshape(right.shape), right, difference.near):
+        return f"transposed and read without it {where.right}"
+    return ""

@@ -74,14 +74,17 @@ def _vector_of(difference: Difference) -> Tensor | None:
 
 def _how_often(added: Added, difference: Difference) -> str:
     """Return which side adds a parameter more often: `it is not added on the left`."""
-    where, times = difference.where, added.times
-    more, less, unread = where.left, where.right, difference.parameters.unread[1]
-    if times < 0:
-        more, less, unread = where.right, where.left, difference.parameters.unread[0]
-    if abs(times) == 1 and added.name in unread:
+    where = difference.where
+    of_left, of_right = difference.parameters.unread
+    more, less, unread = where.left, where.right, of_right
+    if added.times < 0:
+        more, less, unread = where.right, where.left, of_left
+    times = abs(added.times)
+    if times > 1:
+        return f"it is added {times} times more {more}"
+    if added.name in unread:
         return f"it is not added {less}"
-    count = "once" if abs(times) == 1 else f"{abs(times)} times"
-    return f"it is added {count} more {more}"
+    return f"it is added once more {more}"
 
 
 def _pieces(parameter: Tensor, size: int) -> Iterator[Tensor]:
@@ -96,7 +99,10 @@ def _times(vector: Tensor, piece: Tensor, near: float) -> int:
     """Return how often a piece of a parameter is in a vector; 0 if it is not a whole number of times."""
     square = float((piece * piece).sum())
     # Equal numbers alone, e.g. the ones of a norm, may be any vector of equal numbers.
-    if piece.numel() < 2 or not square or torch.equal(piece, piece[:1].expand_as(piece)):
+    has_one_number = bool((piece == piece[0]).all())
+    if has_one_number or not square:
         return 0
-    times = round(float((vector * piece).sum()) / square)
-    return times if are_near(vector, times * piece, max(1.0, abs(times)) * near) else 0
+    product = float((vector * piece).sum())
+    times = round(product / square)
+    apart = max(1.0, abs(times)) * near
+    return times if are_near(vector, times * piece, apart) else 0

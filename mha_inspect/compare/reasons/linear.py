@@ -12,7 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..forms.order import places_in
+from ..forms.order import in_turn, places_in
+from ..merged import product_of
 from ..pair import Difference, Pair, Side, Why, are_near
 from ..replay import LostError, again, content_of
 from .made_of import MADE_OF
@@ -21,8 +22,6 @@ RETURNED = "the output"
 """In the place of a stage: the first tensor that a run returns."""
 _MOST_RUNS = 64
 """The most runs of the operations between two stages, to learn a matrix."""
-_SHOWN = 8
-"""Most features of an order to list."""
 _NEAR = 1e-4
 """Matrices that are this near, relative to their largest number, are the same; in float32."""
 _SINGULAR = 1e-3
@@ -60,17 +59,19 @@ def linear(pair: Pair, difference: Difference) -> Why | None:
 
 def linear_after(pair: Pair, difference: Difference) -> Why | None:
     """Return how the matrices of both sides differ, if what both return is linear in the same concat."""
-    names = pair.left.attention.stages.keys() & pair.right.attention.stages.keys()
-    if "concat" not in names or pair.difference("concat") is not None:
+    ours, theirs = pair.left.stage("concat"), pair.right.stage("concat")
+    if ours is None or theirs is None or pair.difference("concat") is not None:
         return None
-    ours = _map_of(pair.left, "concat", RETURNED, difference.left, difference.near)
-    theirs = _map_of(pair.right, "concat", RETURNED, difference.right, difference.near)
-    if ours is None or theirs is None:
+    left = _map_of(pair.left, "concat", RETURNED, difference.left, difference.near)
+    right = _map_of(pair.right, "concat", RETURNED, difference.right, difference.near)
+    if left is None or right is None:
         return None
-    if are_near(ours.offset, theirs.offset, difference.near):
-        return _transposed(ours, theirs, difference) or _of_low_rank(ours, theirs, difference)
-    why = _of_low_rank(ours, theirs, difference)
-    return None if why is None else replace(why, sentence=f"{why.sentence} Their biases differ too.")
+    low_rank = _of_low_rank(left, right, difference)
+    if are_near(left.offset, right.offset, difference.near):
+        return _transposed(left, right, difference) or low_rank
+    if low_rank is None:
+        return None
+    return replace(low_rank, sentence=f"{low_rank.sentence} Their biases differ too.")
 
 
 def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -> _Map | None:
@@ -87,22 +88,35 @@ def _map_of(side: Side, source: str, stage: str, content: Tensor, near: float) -
     if not plain.is_floating_point() or not tokens or inner > _MOST_RUNS * tokens:
         return None
     try:
-        recorded = content_of(side.kept, tensor)
-        offset = _ran(side, source, stage, torch.zeros_like(recorded))
-        rows: list[Tensor] = []
-        for start in range(0, inner, tokens):
-            features = torch.arange(start, start + tokens) % inner
-            marked = torch.nn.functional.one_hot(features, inner).to(recorded)
-            rows.append(_ran(side, source, stage, marked.view(recorded.shape)) - offset)
+        found = _learned(side, source, stage)
     except LostError:
         return None
-    matrix = torch.cat(rows)[:inner]
     given = plain.double().flatten(0, -2)
-    if len(given) != len(offset):
+    made = _by_token(content)
+    if len(given) != len(made):
         return None
     # Each token has the same matrix and offset, and nothing else is in it.
-    is_linear = are_near(_by_token(content), given @ matrix + offset[:1], near)
-    return _Map(matrix, offset[0]) if is_linear else None
+    expected = given @ found.matrix + found.offset
+    return found if are_near(made, expected, near) else None
+
+
+def _learned(side: Side, source: str, stage: str) -> _Map:
+    """Return the matrix from one stage to another, from runs with one feature in each token.
+
+    Raise `LostError` if they cannot be run.
+    """
+    recorded = content_of(side.kept, side.attention.stages[source])
+    inner = recorded.shape[-1]
+    tokens = recorded.numel() // inner
+    without = _ran(side, source, stage, torch.zeros_like(recorded))
+    rows: list[Tensor] = []
+    for start in range(0, inner, tokens):
+        features = torch.arange(start, start + tokens) % inner
+        marked = torch.nn.functional.one_hot(features, inner)
+        marked = marked.to(recorded).view(recorded.shape)
+        rows.append(_ran(side, source, stage, marked) - without)
+    matrix = torch.cat(rows)[:inner]
+    return _Map(matrix, without[0])
 
 
 def _ran(side: Side, source: str, stage: str, value: Tensor) -> Tensor:
@@ -125,29 +139,31 @@ def _by_token(content: Tensor) -> Tensor:
 
 def _transposed(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
     """Return that one side reads the weight the other way: nn.Linear has `out in`, and `x @ weight` reads `in out`."""
-    left, right = ours.matrix, theirs.matrix
-    if left.shape != right.T.shape or not _are_equal(left, right.T):
+    left = ours.matrix
+    if not _are_equal(left, theirs.matrix.T):
         return None
     where, stage = difference.where, difference.stage
+    sentence = f"The weight of {stage} {where.left} is the transposed one {where.right}."
     for name, weight in _named(difference.parameters.of_dimensions(2), left):
-        ours_is_plain = _are_equal(weight, left)
-        plain, turned = (where.left, where.right) if ours_is_plain else (where.right, where.left)
-        sentence = f"{stage} is x · W {plain} and x · Wᵀ {turned}, where W is {name}: one side reads it transposed."
-        return Why("transposed", sentence, fact="transposed")
-    return Why(
-        "transposed", f"The weight of {stage} {where.left} is the transposed one {where.right}.", fact="transposed"
-    )
+        plain, turned = where.right, where.left
+        if _are_equal(weight, left):
+            plain, turned = turned, plain
+        read = f"{stage} is x · W {plain} and x · Wᵀ {turned}"
+        sentence = f"{read}, where W is {name}: one side reads it transposed."
+        break
+    return Why("transposed", sentence, fact="transposed")
 
 
 def _of_features(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
     """Return that the features of the input are read in another order."""
-    places = places_in(theirs.matrix, ours.matrix, 0, _NEAR * float(ours.matrix.abs().max()))
-    if places is None or sorted(places) != list(range(len(places))):
+    near = _NEAR * float(ours.matrix.abs().max())
+    places = places_in(theirs.matrix, ours.matrix, 0, near)
+    if places is None or sorted(places) != [*range(len(places))]:
         return None
-    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    shown = in_turn(places)
     where = difference.where
-    sentence = f"{difference.stage} reads the features of its input in another order: {where.left} {shown} of those"
-    return Why("order", f"{sentence} {where.right}.", fact=shown)
+    sentence = f"{difference.stage} reads the features of its input in another order"
+    return Why("order", f"{sentence}: {where.left} {shown} of those {where.right}.", fact=shown)
 
 
 def _of_low_rank(ours: _Map, theirs: _Map, difference: Difference) -> Why | None:
@@ -155,19 +171,25 @@ def _of_low_rank(ours: _Map, theirs: _Map, difference: Difference) -> Why | None
     left, right = ours.matrix, theirs.matrix
     if left.shape != right.shape:
         return None
-    apart = torch.linalg.svdvals(left - right)
-    rank = int((apart > _SINGULAR * apart[0]).sum())
+    added = left - right
+    values = torch.linalg.svdvals(added)
+    rank = int((values > _SINGULAR * values[0]).sum())
     if not 0 < rank <= min(left.shape) // 4:
         return None
-    where, stage = difference.where, difference.stage
-    for called, other, matrix in ((where.left, where.right, right), (where.right, where.left, left)):
-        for name, _ in _named(difference.parameters.of_dimensions(2), matrix):
-            return Why(
-                "low rank",
-                f"{stage} is of {name} alone {other}, and of {name} with a matrix of rank {rank} added {called}.",
-                fact=f"{rank} {called}",
-            )
-    return Why("low rank", f"The weights of {stage} differ by a matrix of rank {rank}, of {min(left.shape)}.")
+    here, there = difference.where.left, difference.where.right
+    weights = f"weights of {difference.stage}"
+    near = _NEAR * float(added.abs().max())
+    product = product_of(added.T, difference.parameters.named, near)
+    if product is not None:
+        return Why("low rank", f"The {weights} {here} are those {there} with {product.words} added.")
+    matrices = difference.parameters.of_dimensions(2)
+    for called, other, matrix in ((here, there, right), (there, here, left)):
+        name = next(_named(matrices, matrix), ("", matrix))[0]
+        if name:
+            alone = f"{difference.stage} is of {name} alone {other}"
+            sentence = f"{alone}, and of {name} with a matrix of rank {rank} added {called}."
+            return Why("low rank", sentence, fact=f"{rank} {called}")
+    return Why("low rank", f"The {weights} differ by a matrix of rank {rank}, of {min(left.shape)}.")
 
 
 def _named(matrices: Mapping[str, Tensor], matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -175,13 +197,15 @@ def _named(matrices: Mapping[str, Tensor], matrix: Tensor) -> Iterator[tuple[str
     for name, parameter in matrices.items():
         weight = parameter.detach().double().to(matrix.device)
         for rows in sorted({*matrix.shape}):
-            count = len(weight) // rows if rows else 0
-            if not count or len(weight) % rows:
+            if not rows or not len(weight) or len(weight) % rows:
                 continue
-            for place, block in enumerate(torch.split(weight, rows)):
-                called = name if count == 1 else f"rows {place * rows}–{place * rows + rows - 1} of {name}"
-                if _are_equal(block, matrix) or _are_equal(block.T, matrix):
-                    yield called, block
+            for start in range(0, len(weight), rows):
+                block = weight[start : start + rows]
+                if not _are_equal(block, matrix) and not _are_equal(block.T, matrix):
+                    continue
+                is_whole = rows == len(weight)
+                called = name if is_whole else f"rows {start}–{start + rows - 1} of {name}"
+                yield called, block
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:

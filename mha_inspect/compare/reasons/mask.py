@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isclose
+from math import isclose, isfinite
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...measure.slopes import NEAR, rises_with_distance, slopes_in
 from ...naming.visibility import sees_by_head
 from ...text import listed, plural, small, spans
-from ..pair import Difference, Pair, Side, Where, Why, are_near
+from ..pair import Difference, Pair, Side, Where, Why
 
 _AFTER_SCORES = ("masked_scores", "weights")
 _LOWERED = 1e-3
@@ -39,16 +39,24 @@ def mask(pair: Pair, difference: Difference) -> Why | None:
 
 def _is_of_sight_alone(pair: Pair, difference: Difference) -> bool:
     """Return whether scores and weights are those of the other side where both sides see a key."""
-    ours, theirs = pair.left.seen, pair.right.seen
-    if ours is None or theirs is None or difference.left.shape[-2:] != ours.shape:
-        return False
-    both = (ours & theirs).to(difference.left.device).expand_as(difference.left)
     left, right = difference.left, difference.right
-    if difference.stage == "masked_scores":
-        both = both & left.isfinite() & right.isfinite()
-        return are_near(left.masked_fill(~both, 0.0), right.masked_fill(~both, 0.0), difference.near)
-    # Fewer keys share the same sum.
-    return difference.is_factor_of_rows(both)
+    both = _seen_by_both(pair)
+    if both is None or left.shape[-2:] != both.shape:
+        return False
+    both = both.to(left.device).expand_as(left)
+    if difference.stage != "masked_scores":
+        # Fewer keys share the same sum.
+        return difference.is_factor_of_rows(both)
+    hidden = ~both | ~left.isfinite() | ~right.isfinite()
+    return difference.of_both(lambda scores: scores.masked_fill(hidden, 0.0)).is_none
+
+
+def _seen_by_both(pair: Pair) -> Tensor | None:
+    """Return `query key`: True for the keys that a query sees on both sides; None if it is unknown."""
+    ours, theirs = pair.left.seen, pair.right.seen
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return None
+    return ours & theirs
 
 
 def _changes_scores(side: Side) -> bool:
@@ -176,26 +184,29 @@ def _off_by_one_head(left: Sequence[float], right: Sequence[float], where: Where
 
 def _of_biases(pair: Pair) -> str:
     """Return where two biases differ most, if both sides see the same keys; empty otherwise, or if it is unknown."""
-    ours, theirs, where = _biased(pair.left), _biased(pair.right), pair.where
+    ours, theirs = _biased(pair.left), _biased(pair.right)
     if ours is None or theirs is None or ours.scores.shape != theirs.scores.shape:
         return ""
     if not torch.equal(ours.seen, theirs.seen):
         return ""
-    bias = ours.bias
-    right_bias = theirs.bias
-    apart = (bias - right_bias).abs()
-    if not bool(apart.isfinite().all()) or float(apart.max()) <= _LOWERED:
+    apart = (ours.bias - theirs.bias).abs()
+    largest = float(apart.max())
+    if not isfinite(largest) or largest <= _LOWERED:
         return ""
-    at = torch.unravel_index(apart.argmax(), apart.shape)
-    _, head, query, key = (int(index) for index in at)
+    place = torch.unravel_index(apart.argmax(), apart.shape)
+    left = float(ours.bias[place])
+    right = float(theirs.bias[place])
+    here, there = pair.where.left, pair.where.right
+    ratio = left / right if right else 0.0
+    unlike = (ours.bias - ratio * theirs.bias).abs()
+    if ratio and float(unlike.max()) <= _LOWERED:
+        return f"The bias {here} is {small(ratio)} times the bias {there}."
+    _, head, query, key = map(int, place)
     count = int((apart > _LOWERED).sum())
     visible = int(ours.seen.sum())
-    ratio = float(bias[at]) / (float(right_bias[at]) or inf)
-    if ratio and bool(((bias - ratio * right_bias).abs() <= _LOWERED).all()):
-        return f"The bias {where.left} is {small(ratio)} times the bias {where.right}."
     return (
-        f"The bias differs in {count:,} of {visible:,} visible scores. Head {head} adds {small(float(bias[at]))} to "
-        f"the score of query {query} and key {key} {where.left}, and {small(float(right_bias[at]))} {where.right}."
+        f"The bias differs in {count:,} of {visible:,} visible scores. Head {head} adds {small(left)} to "
+        f"the score of query {query} and key {key} {here}, and {small(right)} {there}."
     )
 
 
@@ -207,16 +218,20 @@ def _of_lowered_scores(pair: Pair) -> str:
 
     What a side adds is its masked scores without its scores.
     """
-    ours, theirs, where = _added(pair.left), _added(pair.right), pair.where
+    ours = _added(pair.left)
+    theirs = _added(pair.right)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return ""
-    lowered = [_lowered_alone(ours, theirs, where.left), _lowered_alone(theirs, ours, where.right)]
-    alone = [phrase for phrase in lowered if phrase]
+    here = _lowered_alone(ours, theirs, pair.where.left)
+    there = _lowered_alone(theirs, ours, pair.where.right)
+    alone = [phrase for phrase in (here, there) if phrase]
     if alone:
         return f"The masks differ: of {ours.numel():,} scores, they lower {listed(alone)}."
     apart = (ours - theirs).nan_to_num(0.0).abs()
     count = int((apart > _LOWERED).sum())
-    return f"The masks add different numbers to {count:,} of {ours.numel():,} scores." if count else ""
+    if not count:
+        return ""
+    return f"The masks add different numbers to {count:,} of {ours.numel():,} scores."
 
 
 def _added(side: Side) -> Tensor | None:

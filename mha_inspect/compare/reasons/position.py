@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..forms.order import in_turn
 from ..pair import Difference, Pair, Why
 from ..turned import Tokens, tokens_before
 
@@ -11,8 +12,6 @@ _MOST = 256
 """The most tokens that are put at every position."""
 _FEWEST = 3
 """With fewer tokens, another position may be chance."""
-_SHOWN = 8
-"""Most positions to list."""
 
 
 def position(pair: Pair, difference: Difference) -> Why | None:
@@ -21,16 +20,19 @@ def position(pair: Pair, difference: Difference) -> Why | None:
     Each token of the right is put at every position, and the steps up to the stage run again.
     """
     tokens = tokens_before(pair.right, difference.stage)
+    if tokens is None or not _FEWEST <= tokens.length <= _MOST:
+        return None
     axes = [axis for axis, name in enumerate(difference.names) if name in ("query", "key")]
-    if tokens is None or not axes or not _FEWEST <= tokens.length <= _MOST:
+    if len(axes) != 1:
         return None
-    (axis,) = axes
-    if difference.left.shape[axis] != tokens.length:
+    axis = axes[0]
+    count = tokens.length
+    if difference.left.shape[axis] != count:
         return None
-    middle = tokens.length // 2
+    middle = count // 2
     if _place_of(middle, tokens, axis, difference) is None:
         return None
-    places = [_place_of(token, tokens, axis, difference) for token in range(tokens.length)]
+    places = [_place_of(token, tokens, axis, difference) for token in range(count)]
     return _shifted(places, difference) or _moved(places, difference)
 
 
@@ -48,20 +50,30 @@ def _shifted(places: Sequence[int | None], difference: Difference) -> Why | None
     if len(shifts) != 1:
         return None
     shift = shifts.pop()
-    known = [token for token in range(len(places)) if 0 <= token + shift < len(places)]
-    if not shift or len(known) < _FEWEST - 1 or any(places[token] is None for token in known):
+    last = len(places) - 1
+    known = [place for token, place in enumerate(places) if 0 <= token + shift <= last]
+    if not shift or len(known) < _FEWEST - 1 or None in known:
         return None
-    where, stage = difference.where, difference.stage
     sign = "+" if shift > 0 else "-"
-    sentence = f"Position p {where.left} is {stage} of position p {sign} {abs(shift)} {where.right}."
-    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=str(shift))
+    elsewhere = f"position p {sign} {abs(shift)}"
+    where, stage = difference.where, difference.stage
+    sentence = f"Position p {where.left} is {stage} of {elsewhere} {where.right}."
+    return _as_why(sentence, difference, fact=str(shift))
+
+
+def _as_why(sentence: str, difference: Difference, *, fact: str) -> Why:
+    return Why("position", f"{sentence} Moved there, the tokens give the same {difference.stage}.", fact=fact)
 
 
 def _moved(places: Sequence[int | None], difference: Difference) -> Why | None:
     """Return the position of each token, if all have one and some are elsewhere."""
-    if None in places or list(places) == list(range(len(places))):
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or known == [*range(len(places))]:
         return None
     where, stage = difference.where, difference.stage
-    shown = " ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+    if not any(known):
+        sentence = f"All tokens of {stage} {where.left} are as position 0 {where.right}."
+        return _as_why(sentence, difference, fact="0")
+    shown = in_turn(known)
     sentence = f"The tokens of {stage} {where.left} have the positions {shown} of those {where.right}."
-    return Why("position", f"{sentence} Moved there, the tokens give the same {stage}.", fact=shown)
+    return _as_why(sentence, difference, fact=shown)

@@ -57,15 +57,22 @@ def _of_pairings(left: _Pairing, right: _Pairing, half: int, difference: Differe
 def _turned_in_order(side: Side, projection: str, heads: str, order: Tensor) -> Tensor | None:
     """Return the heads whose features were rotated in another order, each back in its place; None if unknown."""
     content = side.stage(projection)
-    if content is None or content.shape[-1] % len(order):
+    target = side.attention.stages.get(heads)
+    width = len(order)
+    if content is None or target is None or content.shape[-1] % width:
         return None
-    by_head = content.reshape(*content.shape[:-1], -1, len(order))
-    value = side.in_own_axes(projection, by_head[..., order].flatten(-2))
-    stages = side.attention.stages
-    if value is None or heads not in stages:
+    by_head = content.reshape(*content.shape[:-1], -1, width)
+    moved = by_head[..., order].flatten(-2)
+    value = side.in_own_axes(projection, moved)
+    if value is None:
         return None
+    source = side.attention.stages[projection]
     try:
-        made = side.in_canonical_axes(heads, again(side.kept, stages[projection], value, stages[heads]))
+        turned = again(side.kept, source, value, target)
     except LostError:
         return None
-    return None if made is None else made[..., torch.argsort(order)]
+    made = side.in_canonical_axes(heads, turned)
+    if made is None:
+        return None
+    back = torch.argsort(order)
+    return made[..., back]

@@ -15,9 +15,9 @@ import torch
 from ...measure.reorder import NamedOrder, Reordering, explain
 from ...measure.weights import Numbers, Weights
 from ...text import first_few, spans
-from ..comparable_run import ComparableRun
+from ..comparable_run import ComparableRun, unreadable
 from ..pair import Where, Why
-from ..shared_weights import unreadable, weights_by_name, write_by_name
+from ..shared_weights import weights_by_name, write_by_name
 
 
 @contextmanager
@@ -27,23 +27,27 @@ def by_head(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
     Without an order nothing is written. One parameter may be read by several projections: then it cannot be written.
     """
     pairs = list(zip(left.weights, right.weights, strict=False))
-    has_all = not unreadable(left, right) and all(ours.shapes == theirs.shapes for ours, theirs in pairs)
-    if not has_all or all(_are_equal(ours.read(), theirs.read()) for ours, theirs in pairs):
+    if unreadable(left, right) or any(ours.shapes != theirs.shapes for ours, theirs in pairs):
+        yield ()
+        return
+    numbers = [ours.read() for ours, _ in pairs]
+    if _have_all(right, numbers):
         yield ()
         return
     before = {name: tensor.detach().clone() for name, tensor in weights_by_name(right).items()}
-    numbers = [ours.read() for ours, _ in pairs]
     try:
         right.forget()
         for (_, theirs), of_left in zip(pairs, numbers, strict=True):
             theirs.write(of_left)
-        is_written = all(
-            _are_equal(of_left, theirs.read()) for (_, theirs), of_left in zip(pairs, numbers, strict=True)
-        )
-        yield _orders(left, right, where) if is_written else ()
+        yield _orders(left, right, where) if _have_all(right, numbers) else ()
     finally:
         write_by_name(right, before)
         right.forget()
+
+
+def _have_all(side: ComparableRun, numbers: Sequence[Numbers]) -> bool:
+    """Return whether each attention of a side has these weights."""
+    return all(_are_equal(wanted, weights.read()) for wanted, weights in zip(numbers, side.weights, strict=True))
 
 
 def _are_equal(wanted: Numbers, after: Numbers) -> bool:
@@ -56,7 +60,7 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Wh
 
     Empty if that is not known of one of them. The parameters have the same names and shapes.
     """
-    copies = {copy.name: copy for copy in _copies_of_one_name(left, right)}
+    copies = {copy.name: copy for copy in _copies(left, right, by_name=True)}
     if not _matrices_that_differ(left, right) <= copies.keys():
         return ()
     whys: dict[str, Why] = {}
@@ -103,7 +107,7 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
     """
     mentioned: set[str] = set()
     transposed: list[str] = []
-    for copy in _copies_of_any_name(left, right):
+    for copy in _copies(left, right, by_name=False):
         if not copy.order.names:
             if copy.order.transposed:
                 transposed.append(copy.both_names)
@@ -147,37 +151,25 @@ class _Copy:
         return f"{self.name} in {self.right_name}"
 
 
-def _copies_of_one_name(left: ComparableRun, right: ComparableRun) -> Iterator[_Copy]:
-    """Yield the parameters whose numbers are in that of the same name and shape on the right, in another order."""
-    ours = weights_by_name(left)
-    theirs = weights_by_name(right)
-    for weights, right_weights in zip(left.weights, right.weights, strict=True):
-        for name, parts in _parts_by_parameter(weights).items():
-            if name not in theirs or ours[name].dim() != 2:
-                continue
-            if ours[name].shape != theirs[name].shape:
-                continue
-            order = explain(ours[name], theirs[name], _sizes(weights, parts))
-            if order is not None:
-                yield _Copy(name, name, parts, order, weights, right_weights)
+def _copies(left: ComparableRun, right: ComparableRun, *, by_name: bool) -> Iterator[_Copy]:
+    """Yield the parameters of the left whose numbers are in one of the right, in another order.
 
-
-def _copies_of_any_name(left: ComparableRun, right: ComparableRun) -> Iterator[_Copy]:
-    """Yield the parameters of the left whose numbers, exactly, are in the right parameter of the same matrices."""
+    That one has the same name and shape, or, unless `by_name`, the same matrices and exactly the same numbers.
+    """
     ours = weights_by_name(left)
     theirs = weights_by_name(right)
     for weights, right_weights in zip(left.weights, right.weights, strict=False):
-        names: dict[tuple[str, ...], str] = {}
+        by_parts: dict[tuple[str, ...], str] = {}
         for name, parts in _parts_by_parameter(right_weights).items():
-            names[tuple(parts)] = name
+            by_parts[tuple(parts)] = name
         for name, parts in _parts_by_parameter(weights).items():
-            right_name = names.get(tuple(parts))
-            if right_name is None or right_name not in theirs:
+            right_name = name if by_name else by_parts.get(tuple(parts), "")
+            if name not in ours or right_name not in theirs or ours[name].dim() != 2:
                 continue
-            if name not in ours or ours[name].dim() != 2:
+            if by_name and ours[name].shape != theirs[name].shape:
                 continue
             order = explain(ours[name], theirs[right_name], _sizes(weights, parts))
-            if order is not None and order.is_exact:
+            if order is not None and (by_name or order.is_exact):
                 yield _Copy(name, right_name, parts, order, weights, right_weights)
 
 

@@ -11,15 +11,22 @@ _SAME_RATIO = 1e-6
 
 def scale(pair: Pair, difference: Difference) -> Why | None:
     """Return both scales, if their ratio is all of the difference."""
-    ours, theirs = pair.left.attention.scale, pair.right.attention.scale
-    if difference.stage not in ("scores", "masked_scores") or not ours or not theirs:
+    if difference.stage not in ("scores", "masked_scores"):
+        return None
+    ours = pair.left.attention.scale
+    theirs = pair.right.attention.scale
+    if not ours or not theirs:
         return None
     ratio = ours / theirs
-    is_same = abs(ratio - 1) <= _SAME_RATIO
-    if is_same or not difference.is_explained_by(ratio * difference.theirs, max(1.0, abs(ratio))):
+    if abs(ratio - 1) <= _SAME_RATIO:
+        return None
+    scaled = ratio * difference.theirs
+    if not difference.is_explained_by(scaled, max(1.0, abs(ratio))):
         return None
     where = difference.where
-    return Why("scale", f"The scores are {_words(ours)} {where.left} and {_words(theirs)} {where.right}.")
+    here = f"{_words(ours)} {where.left}"
+    there = f"{_words(theirs)} {where.right}"
+    return Why("scale", f"The scores are {here} and {there}.")
 
 
 def _words(scale: float) -> str:
