@@ -33,7 +33,7 @@ from .trial import (
 
 SEEDS = (0, 1, 2)
 """The seeds of weights and inputs with which an edit has to be right: the first is that of the finding."""
-_MOST = 600
+_MOST = 900
 """The most edits that are run for one problem."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MOST_RIVALS = 3

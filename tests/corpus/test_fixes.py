@@ -134,11 +134,11 @@ def own_cases(home: ModuleType) -> list[str]:
 
 HOMES = {name: home for home in homes() for name in own_cases(home)}
 FIXED = """
-    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-v_is_k NanoGpt-att_T NanoGpt-state
+    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-att_T NanoGpt-state
     KeepMask-not_renorm KeepMask-flip KeepMask-merge23 KeepMask-cumulative_len Fairseq-mask_order Fairseq-
     view_direct Fairseq-scale_k Llama-repeat_tile_v Llama-rope_v Llama-rope_sign Llama-cache_after_repeat
     Llama-cache_new_only Llama-mask_off Llama-rotate_after_cache Llama-scale_pre Llama-rope_before_split
-    Llama-global_kv Llama-q_roll Cross-mask_other Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict
+    Llama-global_kv Cross-mask_other Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict
     SlidingWindow-float Vit-merge2 Vit-kk Vit-scale_both TorchBlock-mask_tril TorchBlock-mask_float
     TorchBlock-drop_f TorchBlock-res_B TorchBlock-inplace SplitByView QueriesSplitAndMergedByView
     MergedByReshape SoftmaxOfSoftmax MaskAfterSoftmax TrilAfterSoftmax CausalWithoutItself CausalForgotten
