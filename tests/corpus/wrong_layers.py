@@ -468,6 +468,23 @@ CASES.append(
 )
 
 
+class Pools(nn.Module):
+    """One vector of all tokens, weighted by a score of each."""
+
+    def __init__(self, over: int) -> None:
+        super().__init__()
+        self.over, self.score = over, nn.Linear(E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.score(x).tanh().softmax(self.over) * x).sum(1)
+
+
+CASES += [
+    Case("SoftmaxOfOneScore", "softmax", partial(Pools, -1), partial(Pools, 1), in_trace=True, asked=False),
+    Case("MeanOfItemsSubtracted", "batch", {"leave": lambda m, x: m.o(x - x.mean(0, keepdim=True))}),
+]
+
+
 # -- tables of relative places -----------------------------------------------------------------------------------------
 
 

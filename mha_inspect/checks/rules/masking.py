@@ -120,7 +120,7 @@ def _over_queries(evidence: Evidence) -> Iterator[Finding]:
             continue
         finding = sight.finding(
             "masking",
-            "The mask is applied to the queries: masked ones see no key, and the others see the keys of the masked tokens.",
+            "The mask is applied to the queries: masked ones see no key, and others see the masked tokens.",
             f"In batch item {item}, {_queries(blind)} no key, and each other query sees all keys.",
             laid_over(MASK_THE_KEYS, sight.layout),
         )
