@@ -36,23 +36,21 @@ def compare_heads(
     target: str | None = TARGET,
     heads: str = option(
         PANEL,
-        "Head counts to compare; the first is the baseline.",
+        "Head counts to compare. The first is the baseline.",
         "",
         metavar="N,N,...",
         show_default="those of 1,2,4,8,16 that divide embed_dim",
     ),
-    steps: int | None = size(
-        PANEL, "Train each head count N steps on one task, and compare weights; 1: the first gradient."
-    ),
+    steps: int | None = size(PANEL, "Train each head count N steps on one task. With 1, compare the first gradient."),
     focus: bool = option(
         PANEL,
-        "Show the key that each head attends to most, how many keys share the weight, and their distance.",
+        "Show what each head attends to. The page has the key with the most weight, how many share it, and how far.",
         False,
     ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
         PANEL,
-        "Draw the weights of every head in full, for each head count; on a terminal in colour they are drawn small.",
+        "Draw the weights of every head in full. On a terminal in colour they are drawn small without it.",
         False,
         allow_from_autoenv=False,
     ),
