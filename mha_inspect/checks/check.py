@@ -27,6 +27,7 @@ from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_
 from .given import without_effect
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts
+from .linear_values import facts_of, linear_weights, not_divided_rightly
 from .lookalikes import found_instead
 from .masked_runs import facts_of_missing, mask_facts
 from .registry import Rule, all_rules
@@ -108,7 +109,7 @@ def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
     """
     results: list[_Result] = []
     if not evidence.run.attentions:
-        results += lone_softmaxes(evidence)
+        results += _without_attention(evidence)
     for name in names:
         results_of_check = list(_results(evidence, name, _RULES[name]))
         for result in results_of_check:
@@ -119,6 +120,16 @@ def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
     if not evidence.run.attentions and all(isinstance(result, SkippedCheck) for result in results):
         raise InputError(_no_attention(evidence))
     return results
+
+
+def _without_attention(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what is wrong with weights where no attention was found."""
+    yield from lone_softmaxes(evidence)
+    if evidence.on_meta:
+        return
+    found = linear_weights(evidence)
+    if found is not None:
+        yield from not_divided_rightly(found)
 
 
 def _sure_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -185,7 +196,7 @@ def _notes_of_arguments(evidence: Evidence) -> Iterator[str]:
 def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
     """Return the findings of the checks that need no other run, the sure ones first."""
     if not evidence.run.attentions:
-        return list(lone_softmaxes(evidence))
+        return list(_without_attention(evidence))
     findings = list[Finding]()
     for name in _OF_ONE_RUN:
         results = list(_results(evidence, name, _RULES[name]))
@@ -345,6 +356,10 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         where = f" in {first_few(paths, 1)}" if is_of_some else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
+    if not evidence.on_meta and not evidence.run.attentions:
+        found = linear_weights(evidence)
+        if found is not None:
+            yield from facts_of(found)
     if not evidence.on_meta and not evidence.failed & {"heads", "rotary"}:  # otherwise a step is not one position
         yield from ladder_facts(evidence)
     if not evidence.once and not evidence.on_meta:

@@ -53,6 +53,7 @@ def patch_beside(target: str | None, options: Options, intent: Intent, began: fl
     """
     if target is None or target.startswith("hf:") or ".py" not in target:
         return None
+    from ..fixes.trial import Deadline
     from ..questions.fix import patch_in_time
 
     now = time.perf_counter()
@@ -64,7 +65,7 @@ def patch_beside(target: str | None, options: Options, intent: Intent, began: fl
         module = module_of(target)
     except InputError:
         return None
-    return patch_in_time(replace(made, module=module, until=now + (now - began)))
+    return patch_in_time(replace(made, module=module, deadline=Deadline(now + (now - began))))
 
 
 def target_of(target: str, options: Options, intent: Intent) -> Target:

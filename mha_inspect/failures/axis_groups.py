@@ -161,12 +161,8 @@ def _without_pack(parts: list[Dim]) -> list[Dim]:
 
 def _without_pack_beside(parts: list[Dim]) -> list[Dim]:
     """Return two of three parts, without query, key and value: packed before the heads, or inside them."""
-    first, second, last = parts
-    if size_of(first) in (2, 3):
-        return [second, last]
-    if size_of(second) in (2, 3):
-        return [first, last]
-    return parts
+    first, *rest = parts
+    return rest if size_of(first) in (2, 3) else parts
 
 
 def in_order(groups: Groups, factors: Sequence[Sequence[Dim]]) -> Groups:

@@ -30,12 +30,10 @@ from ..record.ops import Recording, TensorRef
 from ..record.recorder import Recorder
 from ..record.site import Place, place_of
 from ..running.asserted import asserted_numbers
-from ..text import message_of, shortened
+from ..text import message_of
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 """The folder of this package."""
-_LONGEST_SOURCE = 40
-"""The most characters of the source of an operand."""
 _PROGRAMS = os.path.dirname(sys.executable) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -344,7 +342,7 @@ def _is_of_torch(node: ast.expr) -> bool:
 
 def _source_of(node: ast.expr) -> str:
     """Return the source of an operand, in parentheses if it is an operation."""
-    source = shortened(ast.unparse(node), _LONGEST_SOURCE)
+    source = ast.unparse(node)
     return f"({source})" if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)) else source
 
 

@@ -63,7 +63,7 @@ class Change:
         """How to write it: `mask[:, None]`, `k.transpose(1, 2)`."""
         if self.operand.source and not self.inside and all(name in _TURNS for name, *_ in self.steps):
             return self._turned
-        code = self.operand.variable if self.inside else self.operand.name
+        code = self.operand.variable if self.inside else self.operand.code
         for name, *arguments in self.steps:
             code = _CODES[name](code, *arguments) if name in _CODES else f"{code}.{name}({_listed(arguments)})"
         return code

@@ -117,7 +117,7 @@ def _was_right_before(facts: Facts, operand: Operand) -> bool:
 def _key_turned(facts: Facts) -> Iterator[Edit]:
     """Put the features of keys before their positions, where a product needs that; the axes need no names."""
     key = None if facts.pair is None else facts.pair[1]
-    if key is None or key.part != "key" or _are_called_otherwise(facts) or key.place(*SEQUENCES) != len(key.shape) - 2:
+    if key is None or key.part != "key" or key.place(*SEQUENCES) != len(key.shape) - 2:
         return
     before_last, last = key.axis(-2), key.axis(-1)
     what = f"{key.name} ends in {before_last} and {last}; q·kᵀ needs {last} before {before_last}."
@@ -125,18 +125,8 @@ def _key_turned(facts: Facts) -> Iterator[Edit]:
     yield Edit("key_not_transposed", what, (change,), f"multiply by {change.code}")
 
 
-def _are_called_otherwise(facts: Facts) -> bool:
-    """Return whether the user calls the left factor `k` and the right one `q`: neither may be what it is taken for."""
-    if facts.pair is None:
-        return False
-    left, right = facts.pair
-    return left.variable[:1] == "k" and right.variable[:1] == "q"
-
-
 def _in_order(facts: Facts) -> Iterator[Edit]:
     """Put the axes of one operand, which all have names, in any other order with batch and heads first."""
-    if _are_called_otherwise(facts):
-        return
     for operand in facts.operands:
         rank = len(operand.shape)
         has_names = not any(name.isdigit() for dim in operand.dims for name in dim)

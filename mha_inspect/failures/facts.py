@@ -17,6 +17,7 @@ from ..record.ranks import local, piece_of
 from ..record.recorder import Recorder
 from ..reports.trace import FailedOperand
 from ..running.subject import Run
+from ..text import shortened
 from .call import Call, Site, tensors_of, written
 from .reached import PRODUCTS, Given, Reached, reach
 
@@ -33,6 +34,8 @@ LOGICAL = {"and", "or", "xor", "iand", "ior", "logical_and", "logical_or"}
 """Calls that combine masks."""
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that split or merge dimensions."""
+_LONGEST_NAME = 42
+"""The most characters of the name of an operand in a sentence: its code may be longer."""
 NORMS = ("layer_norm", "rms_norm")
 
 
@@ -40,6 +43,8 @@ NORMS = ("layer_norm", "rms_norm")
 class Operand(FailedOperand):
     """One tensor argument of the failing call, with its properties. It references the tensor."""
 
+    code: str
+    """Its source code, whole, or the argument that it is; empty if it has a number alone: `operand 1`."""
     variable: str
     """The variable it comes from: `k` for `k.transpose(-2, -1)`; its name if there is no variable."""
     given: Given
@@ -60,8 +65,13 @@ class Operand(FailedOperand):
 
     @property
     def is_code(self) -> bool:
-        """Whether its name can be written in code: not one that was shortened, and no number of an operand."""
-        return "…" not in self.name and not self.name.startswith("operand ")
+        """Whether it can be written in code."""
+        return bool(self.code)
+
+    @property
+    def spelled(self) -> str:
+        """Its source code, for what to write; its name if no line has it."""
+        return self.code or self.name
 
     @property
     def is_parameter(self) -> bool:
@@ -273,10 +283,13 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     """Return the facts of a failing call; if the call is unknown, those of its operands."""
     tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
     names = _Names.of(run, site, recorder)
-    reached = reach(run, call or Call(), tensors if call is not None else ())
+    is_turned = len(tensors) > 1 and _is_key_by_query(*(names.written(given.tensor) for given in tensors[-2:]))
+    reached = reach(run, call or Call(), tensors if call is not None else (), has_roles=not is_turned)
     operands = []
-    for given, source in zip(tensors, _sources_of(site, call, len(tensors)), strict=True):
-        operands.append(_operand_of(given, source, reached, names))
+    sources = _sources_of(site, call, len(tensors))
+    for number, given in enumerate(tensors, 1):
+        source = sources[number - 1] if sources else ""
+        operands.append(_operand_of(given, number, source, reached, names))
     return Facts(
         error=error,
         message=message,
@@ -293,8 +306,13 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     )
 
 
+def _is_key_by_query(left: str, right: str) -> bool:
+    """Return whether the user calls the left factor `k` and the right one `q`: neither is what its place says."""
+    return left[:1] == "k" and right[:1] == "q"
+
+
 def _sources_of(site: Site, call: Call | None, count: int) -> Sequence[str]:
-    """Return the source of each tensor of the call, as far as the line shows which is which; else its number."""
+    """Return the source of each tensor of the call, if the line shows which is which; else nothing."""
     if call is not None and len(site.operands) == count:
         return site.operands
     if call is not None and len(site.operands) == len(call.args):
@@ -302,7 +320,7 @@ def _sources_of(site: Site, call: Call | None, count: int) -> Sequence[str]:
         sources = [source for source, value in pairs if isinstance(value, Tensor)]
         if len(sources) == count:
             return sources
-    return [f"operand {number}" for number in range(1, count + 1)]
+    return ()
 
 
 @dataclass(frozen=True)
@@ -342,10 +360,13 @@ class _Names:
         return written(self.recording, tensor, self.names, self.path)
 
 
-def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> Operand:
-    """Return an argument of the failing call with its properties; `source` is what it is called without a name."""
+def _operand_of(given: Given, number: int, source: str, reached: Reached, names: _Names) -> Operand:
+    """Return an argument of the failing call with its properties; `source` is that of the line, empty if unknown."""
     tensor = given.tensor
-    name = names.written(tensor) or _stage_of(tensor, reached) or given.role or source
+    known = names.written(tensor)
+    called = _stage_of(tensor, reached) or given.role
+    code = known or source or called
+    name = known or called or shortened(source, _LONGEST_NAME) or f"operand {number}"
     variable = _variable_of(tensor, reached, names)
     op = names.recording.producer(tensor)
     source_tensor, order = _transposed_from(names, tensor)
@@ -353,7 +374,8 @@ def _operand_of(given: Given, source: str, reached: Reached, names: _Names) -> O
     return Operand(
         role=given.role,
         name=name,
-        variable=variable or name,
+        code=code,
+        variable=variable or code or name,
         given=given,
         shape=tensor.shape,
         dtype=tensor.dtype,

@@ -104,8 +104,8 @@ def _of_padding(facts: Facts, padding: Operand, key: Operand, what: str) -> Iter
         way = "x.transpose(0, 1)" if facts.call.batch_first else "batch_first=True"
         turned = Change(padding, (("transpose", 0, 1),))
         cause = "batch_and_sequence_swapped"
-        yield Edit(cause, expects, (turned,), f"use {padding.name}.T if {key.name} is right")
-        yield Edit(cause, expects, swapped(facts), f"use {way} for {key.name} if the mask is right")
+        yield Edit(cause, expects, (turned,), f"use {padding.spelled}.T if {key.spelled} is right")
+        yield Edit(cause, expects, swapped(facts), f"use {way} for {key.spelled} if the mask is right")
     axes = "batch key" if extent.batch else "key"
     what = f"{padding.is_shape}; expected {axes}, {text.shape(expected)}, for key_padding_mask."
     of_batch = f"batch {extent.batch} and " if extent.batch else ""
@@ -124,7 +124,7 @@ def _of_pairs(facts: Facts, padding: Operand) -> Iterator[Edit]:
         return
     what = f"{padding.is_shape}, query key, and was given as key_padding_mask, which is batch key."
     mask = {"attn_mask": padding.given.value, "key_padding_mask": None}
-    yield Edit("mask_rank", what, way=f"pass attn_mask={padding.name}", kwargs=mask, cost=0)
+    yield Edit("mask_rank", what, way=f"pass attn_mask={padding.spelled}", kwargs=mask, cost=0)
 
 
 def _of_other_padding(facts: Facts, padding: Operand, expected: tuple[int, ...]) -> Iterator[Edit]:
@@ -141,7 +141,7 @@ def _of_other_padding(facts: Facts, padding: Operand, expected: tuple[int, ...])
     yield Edit(
         "mask_size",
         what,
-        way=f"use {other.name} for these keys, and {padding.name} for the others",
+        way=f"use {other.name} for these keys, and {padding.spelled} for the others",
         kwargs=mask,
         cost=4,
     )
@@ -230,7 +230,7 @@ def _of_layout(facts: Facts, misfit: _Misfit) -> Iterator[Edit]:
         return
     if weight is not None and facts.pair is not None and weight.shape[-1] == x.shape[-1]:
         what = f"{weight.is_shape}, (out_features, in_features) as in nn.Linear; {x.name} has {x.shape[-1]} features."
-        way = f"multiply by {weight.name}.T, or call the layer"
+        way = f"multiply by {weight.spelled}.T, or call the layer"
         yield Edit("weight_not_transposed", what, (Change(weight, (("transpose", 0, 1),)),), way)
     if len(x.shape) > 2 and x.shape[1:-1].count(takes) == 1:
         place = x.shape.index(takes, 1)

@@ -113,7 +113,6 @@ def _layouts(facts: Facts, masking: _Masking) -> Iterator[Edit]:
         return
     if shape == (first, first) and len(scores) > 2 and first not in (query, key):
         yield _of_the_batch(facts, masking)
-    yield from _for_each_head(masking)
     what = f"{mask.is_shape}, and the scores are {text.shape(scores)}."
     missing = len(scores) - len(shape)
     yield from _with_axes(masking, "mask_rank" if len(scores) < 5 else "lacks_an_axis", missing)
@@ -130,29 +129,6 @@ def _reordered(masking: _Masking, what: str) -> Iterator[Edit]:
         yield masking.edit("mask_rank", what, ("view", *scores), cost=1, note=note)
     if shape == (query, key, heads):
         yield masking.edit("mask_rank", what, ("permute", 2, 0, 1), cost=2)
-    if shape == (key, first):
-        steps = (("transpose", 0, 1), ("__getitem__", (_WHOLE, None, None)))
-        cause = "mask_transposed" if first == query else "mask_rank"
-        yield masking.edit(cause, what, *steps, cost=2, note="if it is `key batch`" if first == query else "")
-
-
-def _for_each_head(masking: _Masking) -> Iterator[Edit]:
-    """Yield a mask of each item, `batch query key`, repeated for its heads where the scores have `(batch heads)`."""
-    shape, scores = masking.mask.shape, masking.scores
-    if (
-        masking.operand is None
-        or len(shape) != 3
-        or len(scores) != 3
-        or [*masking.operand.dims[0]] != ["batch", "heads"]
-    ):
-        return
-    heads, rest = divmod(scores[0], shape[0])
-    if rest or heads < 2 or first_clash(shape[1:], scores[1:]) is not None:
-        return
-    what = (
-        f"{masking.mask.is_shape}, one for each batch item; the scores have {heads} heads of each item in dimension 0."
-    )
-    yield masking.edit("mask_rank", what, ("repeat_interleave", heads, 0), cost=1)
 
 
 def _of_the_batch(facts: Facts, masking: _Masking) -> Edit:
@@ -196,8 +172,6 @@ def _for_layer(facts: Facts, masking: _Masking, heads: int) -> Iterator[Edit]:
     what = f"{mask.is_shape}; {wanted}"
     if mask.shape == (batch, heads, *pairs):
         yield masking.edit("mask_rank", what, ("flatten", 0, 1), cost=1)
-    elif mask.shape == (batch, 1, *pairs):
-        yield masking.edit("mask_rank", what, ("expand", -1, heads, -1, -1), ("flatten", 0, 1), cost=1)
     elif mask.shape == (batch, *pairs):
         what = f"{mask.is_shape}, one for each batch item; {wanted}"
         yield masking.edit("mask_rank", what, ("repeat_interleave", heads, 0), cost=1)
@@ -247,9 +221,6 @@ def _of_other_size(facts: Facts, masking: _Masking) -> Edit:
 def _of_keys(masking: _Masking, what: str, source: _SourceOfKeys) -> Edit:
     """Return the edit for a mask whose columns are the queries; only said if the input of the keys is unknown."""
     query, key = masking.scores[-2:]
-    if source.has_queries:
-        way = f"give a mask of all {key} keys: {query} is the number of queries"
-        return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
     if not source.name:
         return Edit("mask_size", what, cost=9)
     of_keys = f"give a mask of the {key} keys of this product, which come from {source.name}"
@@ -265,11 +236,8 @@ def _of_cached_keys(masking: _Masking, what: str) -> Edit:
     A query sees the keys before it, so its row is that of its position among the keys: not one of the first.
     """
     mask, (query, key) = masking.mask, masking.scores[-2:]
-    if masking.columns < key:
-        way = f"make {mask.name} for {key} positions or more" if mask.is_table else f"build the mask for all {key} keys"
-        return masking.edit("mask_size", what, masking.anew, way=way, cost=9)
-    is_of_positions = masking.rows == masking.columns and _is_triangular(mask.given.value)
-    if not is_of_positions:
+    is_square = masking.rows == masking.columns >= key
+    if not is_square or not _is_triangular(mask.given.value):
         return Edit("mask_size", what, cost=9)
     last = ("__getitem__", (..., slice(key - query, key), slice(None, key)))
     way = f"take the rows of the last {query} of {key} positions"

@@ -201,8 +201,11 @@ class _Completed:
         return {name: self.stages[name] for name in STAGES if name in self.stages}
 
 
-def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
-    """Return the completed stages of the attention that a failing call belongs to."""
+def reach(run: Run, call: Call, operands: Sequence[Given], *, has_roles: bool) -> Reached:
+    """Return the completed stages of the attention that a failing call belongs to.
+
+    `has_roles` is whether the place of a factor of a product says what it is.
+    """
     inputs = _ids_of(run.recording.inputs)
     layers = [given.tensor for given in operands if _is_activation(call.base, given)]
     if call.base == "linear":
@@ -213,7 +216,7 @@ def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
     groups = groups_of(run.graph, layers, order)
     if _uses_last_context(run, operands):
         return _behind_context(run, groups)
-    return _before_context(run, call.base, operands, groups)
+    return _before_context(run, call.base, operands, groups, has_roles=has_roles)
 
 
 def _has_features_elsewhere(x: TensorRef, operands: Sequence[Given]) -> bool:
@@ -297,11 +300,11 @@ class _Scoring:
         return cls(softmax, _score_product(run.graph, ops, softmax))
 
 
-def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Groups) -> Reached:
+def _before_context(run: Run, base: str, operands: Sequence[Given], groups: Groups, *, has_roles: bool) -> Reached:
     """Return the stages of an attention that has no context yet."""
     graph = run.graph
     scoring = _Scoring.of(run)
-    parts = _parts(graph, base, operands, scoring.last)
+    parts = _parts(graph, base, operands, scoring.last) if has_roles else {}
     if _is_of_features(graph, scoring, groups):
         scoring, parts = _Scoring(None, None), {}
     factors: dict[str, TensorRef] = {}

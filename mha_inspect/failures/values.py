@@ -10,18 +10,16 @@ from typing import Any, Literal
 import torch
 
 from .. import text
-from ..record.ops import TensorRef
 from .edit import Change, Edit
 from .factors import with_size
 from .facts import BROADCASTS, Facts, Operand, Shape, first_clash
 from .padding_masks import is_of_two
-from .reached import LAYERS, behind_of
+from .reached import LAYERS
 
 
 def edits_of_dtypes(facts: Facts) -> Iterator[Edit]:
     """Yield the operands of one device and one dtype."""
     yield from _integers_as_mask(facts)
-    yield from _subtracted_bool(facts)
     if facts.mixes_devices:
         yield from _of_one_device(facts)
     if facts.mixes_dtypes:
@@ -48,7 +46,7 @@ def _of_one_device(facts: Facts) -> Iterator[Edit]:
     moved = [Change(operand, (("to", usual),)) for operand in elsewhere]
     if odd.device == "meta":
         # It has no numbers to move.
-        way = f"create {odd.name} on {usual}, e.g. with device=x.device or register_buffer"
+        way = f"create {odd.spelled} on {usual}, e.g. with device=x.device or register_buffer"
         moved = [Change(operand, (("created_on", usual),)) for operand in elsewhere]
     yield Edit("mixed_devices", what, moved, way)
 
@@ -71,21 +69,10 @@ def _integers_as_mask(facts: Facts) -> Iterator[Edit]:
             return
 
 
-def _subtracted_bool(facts: Facts) -> Iterator[Edit]:
-    """Yield numbers in the place of a bool mask that is subtracted, as in `(1 - mask) * -1e9`."""
-    if facts.base not in ("sub", "rsub", "__rsub__", "subtract") or not facts.operands:
-        return
-    mask = facts.operands[0]
-    if mask.dtype == "bool":
-        what = f"{mask.name} is bool, of which nothing is subtracted."
-        way = f"use {mask.name}.to(torch.float32), or ~{mask.name} for the opposite"
-        yield Edit("mask_dtype", what, (Change(mask, (("to", torch.float32),)),), way)
-
-
 def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
     odd, usual = _odd_one(facts, "dtype")
     dtype = getattr(torch, usual)
-    what = f"{odd.name} is {odd.dtype}; the other tensors are {usual}.{_where_it_became_so(facts, odd, usual)}"
+    what = f"{odd.name} is {odd.dtype}; the other tensors are {usual}."
     alike = [operand for operand in facts.operands if operand.dtype == odd.dtype]
     usual_ones = [operand for operand in facts.operands if operand.dtype == usual]
     converted = [Change(operand, (("to", dtype),)) for operand in alike]
@@ -105,7 +92,7 @@ def _of_one_dtype(facts: Facts) -> Iterator[Edit]:
             yield Edit("mixed_dtypes", what, (embedded,), "pass token ids through nn.Embedding first")
         yield Edit("mixed_dtypes", what, converted, f"convert numbers with .to(torch.{usual})")
         return
-    yield Edit("mixed_dtypes", what, converted, f"use {odd.name}.to(torch.{usual})")
+    yield Edit("mixed_dtypes", what, converted, f"use {odd.spelled}.to(torch.{usual})")
     if all(operand.is_parameter for operand in usual_ones):
         module = [Change(operand, (("to", getattr(torch, odd.dtype)),)) for operand in usual_ones]
         yield Edit("mixed_dtypes", what, module, f"convert the module with .to(torch.{odd.dtype})")
@@ -115,23 +102,6 @@ def _says_which(mask: Operand) -> bool:
     """Return whether a mask of floats has zeros and ones alone: to add them to the scores would mask nothing out."""
     numbers = mask.given.value
     return is_of_two(numbers) and bool(numbers.any())
-
-
-def _where_it_became_so(facts: Facts, odd: Operand, usual: str) -> str:
-    """Return the earlier line at which a tensor of the usual dtype met one of another, and took that; or nothing."""
-    recording = facts.reached.graph.recording
-    tensor: TensorRef | None = odd.given.tensor
-    while tensor is not None:
-        op = recording.producer(tensor)
-        if op is None:
-            return ""
-        others = [read for read in op.inputs if read.dtype == odd.dtype]
-        if others and any(read.dtype == usual for read in op.inputs):
-            other = others[0]
-            name = facts.variables.get(other.id) or f"a tensor of {text.shape(other.shape)}"
-            return f" {name} is {odd.dtype} at {op.source}, and so is all that is made of it."
-        tensor = op.inputs[0] if op.inputs else None
-    return ""
 
 
 def edits_of_numbers(facts: Facts) -> Iterator[Edit]:
@@ -147,7 +117,7 @@ def edits_of_numbers(facts: Facts) -> Iterator[Edit]:
         end, limit, adjective = ("min", limits.min, "smallest") if value < 0 else ("max", limits.max, "largest")
         what = f"{operand.name} is {operand.dtype}, and its {adjective} number is {limit:,.6g}: {value:g} does not fit."
         args = [*facts.call.args[:place], limit, *facts.call.args[place + 1 :]]
-        way = f"use torch.finfo({operand.name}.dtype).{end} in place of {value:g}"
+        way = f"use torch.finfo({operand.spelled}.dtype).{end} in place of {value:g}"
         yield Edit("number_too_large", what, way=way, args=args, kwargs=facts.call.kwargs)
 
 
@@ -190,11 +160,7 @@ def edits_of_tables(facts: Facts) -> Iterator[Edit]:
 
 
 def _ids_in_range(facts: Facts) -> Iterator[Edit]:
-    """Yield numbers that a table has, and whole ones."""
-    given = facts.given("input")
-    if facts.base == "embedding" and given is not None and given.given.value.is_floating_point():
-        what = f"{given.name} is {given.dtype}; an embedding takes whole numbers."
-        yield Edit("mixed_dtypes", what, (Change(given, (("long",),)),), note="if its numbers are ids")
+    """Yield numbers that a table has; of those below 0 alone it is only said, because which are meant is unknown."""
     table = facts.given("weight") if facts.base == "embedding" else next(iter(facts.operands), None)
     ids = next((operand for operand in facts.operands if operand is not table and operand.has_integers), None)
     if table is None or ids is None or ids.given.value.is_meta or not ids.given.value.numel():
@@ -204,23 +170,15 @@ def _ids_in_range(facts: Facts) -> Iterator[Edit]:
     for place, size in enumerate(_sizes_of_table(facts, table)):
         if first >= 0 and last < size:
             continue
-        way = f"use numbers below {size}, or make {table.name} for {last + 1}"
-        if last < size and not _are_ids_of_input(facts, ids):
-            # Distances of positions have a sign: which offset is meant is unknown.
-            yield Edit("index_out_of_range", f"{what}: 0 to {size - 1} are in range.")
-            return
+        why = f"{what}: 0 to {size - 1} are in range."
         if last < size:
-            way = "replace ids below 0, e.g. by the padding id: .clamp(min=0)"
-        elif first < 0:
+            yield Edit("index_out_of_range", why)
+            return
+        way = f"use numbers below {size}, or make {table.spelled} for {last + 1}"
+        if first < 0:
             way = f"use numbers from 0 to {size - 1}"
         change = Change(ids, (("clamp", 0, size - 1),))
-        yield Edit("index_out_of_range", f"{what}: 0 to {size - 1} are in range.", (change,), way, cost=place)
-
-
-def _are_ids_of_input(facts: Facts, ids: Operand) -> bool:
-    """Return whether ids come from an input of the forward, and are not counted by it."""
-    inputs = {named.tensor.id for named in facts.reached.graph.recording.inputs}
-    return any(source.id in inputs for source in behind_of(facts.reached.graph, ids.given.tensor))
+        yield Edit("index_out_of_range", why, (change,), way, cost=place)
 
 
 def _sizes_of_table(facts: Facts, table: Operand) -> list[int]:
@@ -291,7 +249,7 @@ def _with_room(facts: Facts) -> Iterator[Edit]:
         dimension = len(cache.shape) + place
         what = f"{incoming.is_shape}; {cache.is_shape}, with room for {size} in dimension {dimension}."
         change = Change(cache, (("new_zeros", with_size(cache.shape, place, needs)),))
-        way = f"make dimension {dimension} of {cache.name} {needs} or more, or pass less"
+        way = f"make dimension {dimension} of {cache.spelled} {needs} or more, or pass less"
         yield Edit("no_room", what, (change,), way, cost=3)
         return
 

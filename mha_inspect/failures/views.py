@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 from .. import text
 from ..running.asserted import divided
@@ -44,11 +43,7 @@ def _of_whole_numbers(facts: Facts) -> Edit:
 
 def _viewed(facts: Facts, x: Operand, sizes: Shape, cause: str, what: str, way: str, cost: int) -> Edit:
     """Return the edit of a view's sizes; -1 is left as it is."""
-    args: tuple[Any, ...] = (x.given.value, sizes)
-    if facts.base == "unflatten":
-        place = facts.call.args[1] % len(x.shape)
-        args = (x.given.value, place, sizes[place : len(sizes) - len(x.shape) + place + 1])
-    return Edit(cause, what, way=way, args=args, cost=cost)
+    return Edit(cause, what, way=way, args=(x.given.value, sizes), cost=cost)
 
 
 def _contiguous(facts: Facts, x: Operand, sizes: Shape) -> Edit:
@@ -122,21 +117,13 @@ def _other_heads(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
     what = f"{heads} heads of {head_dim} need {needs} features; {x.name} has {width}."
     count, rest = divmod(width, head_dim)
     before = facts.reached.head_dims
-    of_module = facts.numbers
-    if not rest and not before and {count, head_dim} == {heads, width // heads}:
-        yield Edit("wrong_head_dim", what)  # which of both is the number of heads is unknown
+    asked, other = {heads, width // heads}, {count, head_dim}
+    is_exchanged = not before and other == asked
+    is_otherwise = other <= facts.numbers and not asked <= facts.numbers
+    if not rest and (is_exchanged or is_otherwise):
+        yield Edit("wrong_head_dim", what)  # which of the numbers is the wrong one is unknown
         return
-    is_shown = not rest and {count, head_dim} <= of_module and not {heads, width // heads} <= of_module
-    if head_dim in before and (rest or count > heads):
-        pass
-    elif head_dim in before:
-        way = f"use {text.plural(count, 'head')} of {head_dim} if query heads share them"
-        yield _viewed(facts, x, (*sizes[:-2], count, head_dim), "wrong_head_dim", what, way, 2)
-    elif is_shown:
-        way = f"use {text.plural(count, 'head')} of {head_dim} (width {width})"
-        yield _viewed(facts, x, (*sizes[:-2], count, head_dim), "wrong_head_dim", what, way, 2)
-        return
-    elif not before or width // heads in before:
+    if head_dim not in before and (not before or width // heads in before):
         way = f"use head_dim {width // heads} ({heads} heads, width {width})"
         yield _viewed(facts, x, (*sizes[:-1], width // heads), "wrong_head_dim", what, way, 2)
     change = Change(x, (("new_zeros", with_size(x.shape, -1, needs)),))
@@ -173,7 +160,7 @@ def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
             if place == 0 and right[0] != 1 and _is_batch_of_another(facts, x, size):
                 yield Edit("view_sizes", what)
                 return
-            way = f"use {x.name}.{facts.base}({', '.join(map(str, right))})"
+            way = f"use {x.spelled}.{facts.base}({', '.join(map(str, right))})"
             yield _viewed(facts, x, right, "view_sizes", what, way, 1)
             return
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..record.arguments import parts_of, with_parts
 from ..running.subject import Subject
 from .loading import is_own
-from .trial import Target
+from .trial import Deadline, Target
 
 
 def live_target(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], until: float) -> Target | None:
@@ -37,7 +37,7 @@ def live_target(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 weight.copy_(_shuffled(weight, generator))
         return Subject(again, _redrawn(args, generator), _redrawn(dict(kwargs), generator), seed=0)
 
-    return Target(home, make, until=until)
+    return Target(home, make, deadline=Deadline(until))
 
 
 def _class_in(module: ModuleType, kind: type) -> type:

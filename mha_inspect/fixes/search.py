@@ -33,7 +33,7 @@ from .trial import (
 
 SEEDS = (0, 1, 2)
 """The seeds of weights and inputs with which an edit has to be right: the first is that of the finding."""
-_MOST = 600
+_MOST = 900
 """The most edits that are run for one problem."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MOST_RIVALS = 3
@@ -66,10 +66,10 @@ _OF_SEVERAL_PLACES = ("heads", "batch", "mixing", RAISES)
 """Checks whose findings may need an edit of several places: where heads are split, and where they are merged."""
 _OF_SEVERAL_LINES = (*_OF_SEVERAL_PLACES, "rotary", "grouped", "cache")
 """Checks whose findings may need one edit of several lines that are alike: of queries, of keys and of values."""
-_EITHER_LINE = "parameters"
-"""The check whose findings are of two lines, where a tensor is used twice: the one that is named may be right."""
-_HIDES = ("masking",)
-"""Checks whose findings are about a mask that hides nothing: after a fix, some weight is 0."""
+_OF_EITHER_LINE = ("name_used_twice", "attribute_used_twice")
+"""Rows for a tensor or a module that is used twice: the line that is named may be the one that is right."""
+_HIDES = "sign_of_mask"
+"""The row for a mask that hides nothing: after it, some weight is 0."""
 _SAME_OUTPUT = ("cache", "inputs", "training")
 """Checks whose findings do not concern the output of one plain run in eval mode."""
 
@@ -142,6 +142,9 @@ class Search:
             return Found(reason=f"No edit fixes it: {self.tried} were run.")
         least = min(_changes(trial) for trial in passing)
         best = [trial for trial in passing if _changes(trial) == least]
+        if best[0].edit.row in _OF_EITHER_LINE:
+            # What reads a tensor late is no more likely to be wrong than what reads it early.
+            best = [trial for trial in passing if trial.edit.row in _OF_EITHER_LINE]
         best.sort(key=lambda trial: len(trial.source.content))
         if all(_are_close(best[0].outputs, other.outputs) for other in best):
             others = [trial for trial in best[1:] if trial.edit.row != best[0].edit.row]
@@ -158,8 +161,8 @@ class Search:
         far = list(edits(self.source, self.source.nodes_on(lines), check))
         alike = self._alike([*near, *far]) if check in _OF_SEVERAL_LINES else []
         together = _together([*near, *far]) if check in _OF_SEVERAL_PLACES else iter(())
-        if check != _EITHER_LINE:
-            far = [replace(edit, cost=2) for edit in far]
+        far = [edit if edit.row in _OF_EITHER_LINE else replace(edit, cost=2) for edit in far]
+        far.sort(key=lambda edit: edit.cost)
         for edit in (*near, *alike, *far, *together):
             if edit.replacements not in seen:
                 seen.add(edit.replacements)
@@ -206,7 +209,7 @@ class Search:
             after = self.judge(source, SEEDS[0])
             if not _is_better(before, after, check) or not self._is_right_elsewhere(source, after):
                 return None
-            if check in _HIDES and not self._hides(source):
+            if edit.row == _HIDES and not self._hides(source):
                 return None
             if check == "padding" and self._turns_sight(source):
                 return None
@@ -216,14 +219,18 @@ class Search:
                 return None
         except (Exception, SystemExit):  # an edited source may raise anything
             return None
-        # Where a tensor is used twice, what reads it late is no more likely to be wrong than what reads it early.
-        changed = 0 if check == _EITHER_LINE else self._changed_stages(source)
-        return Trial(edit, source, after, outputs, changed)
+        return Trial(edit, source, after, outputs, self._changed_stages(source))
 
     def _hides(self, source: Source) -> bool:
         """Return whether a source masks some key out; True where its weights are not computed."""
-        weights = [stage for name, stage in self.stages(source).items() if name.endswith(" weights")]
-        return not weights or any(bool((stage < _HIDDEN).any()) for stage in weights)
+        has_weights = False
+        for name, stage in self.stages(source).items():
+            if not name.endswith(" weights"):
+                continue
+            has_weights = True
+            if bool((stage < _HIDDEN).any()):
+                return True
+        return not has_weights
 
     def _turns_sight(self, source: Source) -> bool:
         """Return whether a key becomes visible to one query and hidden to another: padding is hidden from all alike."""
@@ -231,9 +238,11 @@ class Search:
         for name, weights in self._stages_before.items():
             if not name.endswith(" weights") or name not in after or after[name].shape != weights.shape:
                 continue
-            was_seen, is_seen = weights > _HIDDEN, after[name] > _HIDDEN
-            appears, vanishes = (is_seen & ~was_seen).any(-2), (was_seen & ~is_seen).any(-2)
-            if bool((appears & vanishes).any()):
+            was_seen = weights > _HIDDEN
+            is_seen = after[name] > _HIDDEN
+            appears = is_seen & ~was_seen
+            vanishes = was_seen & ~is_seen
+            if bool((appears.any(-2) & vanishes.any(-2)).any()):
                 return True
         return False
 
@@ -249,7 +258,8 @@ class Search:
     def _puts_features_first(self, source: Source) -> bool:
         """Return whether a source merges heads in another order than it splits them."""
         with in_place_of(self.target.module, source.content):
-            merged = axes_of_stage(made(self.target, SEEDS[0], self._weights(SEEDS[0])), "concat")
+            subject = made(self.target, SEEDS[0], self._weights(SEEDS[0]))
+            merged = axes_of_stage(subject, "concat")
         return any(_FEATURES_FIRST in axes for axes in merged)
 
     @cached_property
@@ -259,7 +269,11 @@ class Search:
     def _changed_stages(self, source: Source) -> int:
         """Return in how many stages an edited source computes other values."""
         before, after = self._stages_before, self.stages(source)
-        return sum(not _are_close([tensor], [after[name]]) for name, tensor in before.items() if name in after)
+        changed = 0
+        for name, tensor in before.items():
+            if name in after and not _are_close([tensor], [after[name]]):
+                changed += 1
+        return changed
 
     def stages(self, source: Source) -> dict[str, Tensor]:
         """Return the stages of the attentions of a source, by their name and number; none where its forward raises."""
@@ -271,12 +285,15 @@ class Search:
 
         Where something is repeated along another axis they have as many elements.
         """
-        after = {name.partition(" ")[2]: tensor for name, tensor in self.stages(source).items()}
+        after = {}
+        for name, tensor in self.stages(source).items():
+            _, _, title = name.partition(" ")
+            after[title] = tensor
         for stage in failure.completed:
-            tensor = after.get(stage.name)
-            if tensor is None or sorted(tensor.shape) == sorted(stage.shape):
+            computed = after.get(stage.name)
+            if computed is None or sorted(computed.shape) == sorted(stage.shape):
                 continue
-            if edit.row != "dim_of_repeat" or tensor.numel() != prod(stage.shape):
+            if edit.row != "dim_of_repeat" or computed.numel() != prod(stage.shape):
                 return False
         return True
 
@@ -286,8 +303,14 @@ class Search:
 
     @cached_property
     def _in_use(self) -> set[str]:
-        """The matrices of the original module that have a part in its outputs: with a fix they still have."""
-        return self.matrices_in_use(self.source)
+        """The matrices of the original module that have a part in its outputs: with a fix they still have.
+
+        None if they are unknown: it may write into what the gradients need.
+        """
+        try:
+            return self.matrices_in_use(self.source)
+        except RuntimeError:
+            return set()
 
     def matrices_in_use(self, source: Source) -> set[str]:
         """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
@@ -347,8 +370,12 @@ def _is_better(before: Judged, after: Judged, check: str) -> bool:
 
 def _facts_beside(report: CheckReport, check: str) -> set[str]:
     """Return the facts that a finding of a check does not concern."""
-    facts = [fact for fact in report.facts if check not in _MAY_CHANGE.get(fact.name, ())]
-    return {f"{fact.name}: {fact.sentence}" for fact in facts if fact.name != _WITHIN_TOKEN}
+    facts = set()
+    for fact in report.facts:
+        may_change = check in _MAY_CHANGE.get(fact.name, ())
+        if not may_change and fact.name != _WITHIN_TOKEN:
+            facts.add(f"{fact.name}: {fact.sentence}")
+    return facts
 
 
 def _together(single: Sequence[Edit]) -> Iterator[Edit]:
@@ -361,10 +388,9 @@ def _together(single: Sequence[Edit]) -> Iterator[Edit]:
         if len(of_row) > 1:
             everywhere.append(_joined(row, of_row))
     yield from everywhere
-    pairs = (_joined(f"{one.row} and {other.row}", (one, other)) for one, other in combinations(single, 2))
-    yield from islice(pairs, _MOST_TOGETHER)
-    mixed = (_joined(f"{all.row} and {one.row}", (all, one)) for all, one in product(everywhere, single))
-    yield from islice(mixed, _MOST_TOGETHER)
+    for pairs in (combinations(single, 2), product(everywhere, single)):
+        for one, other in islice(pairs, _MOST_TOGETHER):
+            yield _joined(f"{one.row} and {other.row}", (one, other))
 
 
 def _joined(row: str, parts: Iterable[Edit]) -> Edit:

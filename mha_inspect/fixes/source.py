@@ -67,6 +67,18 @@ class Source:
         start, end = self.span(node)
         return self.content[start:end].decode()
 
+    def text(self, start: int, end: int) -> str:
+        """Return the text between two offsets."""
+        return self.content[start:end].decode()
+
+    def put(self, nodes: Iterable[ast.expr], texts: Iterable[str]) -> list[Replacement]:
+        """Return the replacements of expressions by these texts, of those that are others."""
+        replacements = []
+        for node, text in zip(nodes, texts, strict=True):
+            if self.code(node) != text:
+                replacements.append(self.instead(node, text))
+        return replacements
+
     def line_at(self, offset: int) -> str:
         """Return the line that a byte is in, as the user wrote it."""
         start = self.content.rfind(b"\n", 0, offset) + 1
@@ -76,6 +88,10 @@ class Source:
     def instead(self, node: ast.AST, text: str) -> Replacement:
         """Return the replacement of a whole expression."""
         return Replacement(*self.span(node), text)
+
+    def exchanged(self, left: ast.AST, right: ast.AST) -> list[Replacement]:
+        """Return the replacements of two expressions by each other."""
+        return [self.instead(left, self.code(right)), self.instead(right, self.code(left))]
 
     def after(self, node: ast.AST, text: str) -> Replacement:
         """Return the replacement that adds a text behind an expression."""
@@ -117,6 +133,17 @@ class Source:
     def function_of(self, node: ast.AST) -> Function | None:
         """Return the innermost function with a parameter that an expression is in; None outside of any."""
         return self._functions.get(node)
+
+    def attributes_of(self, name: str) -> list[str]:
+        """Return the attributes that the file reads from a variable, each once: those of `self`."""
+        attributes: dict[str, None] = {}
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id == name:
+                attributes[node.attr] = None
+        return list(attributes)
 
     def target_of(self, node: ast.AST) -> str:
         """Return the variable that an expression, or what is made of it alone, is assigned to; empty for others."""

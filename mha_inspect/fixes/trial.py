@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -26,6 +26,25 @@ class OutOfTimeError(BaseException):
     """The time for a search is over. No error of an edited source: `except Exception` lets it through."""
 
 
+@dataclass(eq=False)
+class Deadline:
+    """The end of a search."""
+
+    until: float
+    """The moment, as of `time.perf_counter`."""
+    last: float = field(default_factory=time.perf_counter)
+    longest: float = 0.0
+    """The longest step so far, in seconds."""
+
+    def tick(self, _: str = "") -> None:
+        """Raise `OutOfTimeError` if another step may end too late; called before each run."""
+        now = time.perf_counter()
+        self.longest = max(self.longest, now - self.last)
+        self.last = now
+        if now + self.longest > self.until:
+            raise OutOfTimeError
+
+
 class RejectedError(Exception):
     """An edited source cannot stand in the place of the file."""
 
@@ -40,13 +59,8 @@ class Target:
     """Builds the subject anew with this seed, from the module that stands in `sys.modules`."""
     intent: Callable[[], Intent] = Intent
     """The declared behaviour."""
-    until: float = math.inf
-    """The moment at which a search for a patch ends, as of `time.perf_counter`."""
-
-    def tick(self, _: str = "") -> None:
-        """Raise `OutOfTimeError` if the time is over; called before each run."""
-        if time.perf_counter() > self.until:
-            raise OutOfTimeError
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    """The end of a search for a patch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +89,7 @@ def judged(target: Target, seed: int, weights: Mapping[str, Tensor], only: Seque
     failure = failure_of(subject)
     if failure is not None:
         return Judged(None, failure)
-    return Judged(check(subject, target.intent(), only=only, tick=target.tick))
+    return Judged(check(subject, target.intent(), only=only, tick=target.deadline.tick))
 
 
 def failure_of(subject: Subject) -> Failure | None:
@@ -94,7 +108,7 @@ def failure_of(subject: Subject) -> Failure | None:
 
 def made(target: Target, seed: int, weights: Mapping[str, Tensor]) -> Subject:
     """Build the subject, with the weights of another one. Raises `RejectedError` if its parameters are others."""
-    target.tick()
+    target.deadline.tick()
     subject = target.make(seed)
     parameters = dict(subject.module.named_parameters())
     if weights and {name: tensor.shape for name, tensor in weights.items()} != _shapes(parameters):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ from mha_inspect.running.subject import Subject
 from .every import ENTRIES
 from .every_mistake import CASES, TOPICS
 from .mutants import MUTANTS
+from .reported import REPORTED, Reported
 from .test_mutants import HEAD, named
 
 FRESH = (11, 12)
@@ -58,8 +61,8 @@ def of_case(module: str, name: str, wrong: bool, seed: int) -> Subject:
     return Subject(built.to(dtype), (), kwargs, seed=0)
 
 
-def loaded(file: Path, source: str) -> ModuleType:
-    file.write_text(HEAD + source, encoding="utf-8")
+def loaded(file: Path, source: str, head: str = HEAD) -> ModuleType:
+    file.write_text(head + source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -83,12 +86,35 @@ def mutant(case: tuple[str, ...], folder: Path) -> Iterator[tuple[Target, Make]]
             sys.modules.pop(module.__name__, None)
 
 
+def of_report(module: str, case: Reported, seed: int) -> Subject:
+    """Build the last class of a module."""
+    torch.manual_seed(7 + seed)
+    classes = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type)]
+    inputs = case.inputs()
+    return Subject(classes[-1](), (), redrawn(inputs) if seed else inputs, seed=0)
+
+
+@contextmanager
+def reported(case: Reported, folder: Path) -> Iterator[tuple[Target, Make]]:
+    """Yield a file with a reported mistake as a target, and how to make its right twin."""
+    files = [folder / f"{case.name}.py", folder / f"{case.name}_twin.py"]
+    sources = (case.source.replace(case.right, case.wrong), case.source)
+    modules = [loaded(file, code, head="") for file, code in zip(files, sources, strict=True)]
+    try:
+        target = Target(modules[0], partial(of_report, files[0].stem, case), lambda: case.intent)
+        yield target, partial(of_report, files[1].stem, case)
+    finally:
+        for module in modules:
+            sys.modules.pop(module.__name__, None)
+
+
 def assert_right(target: Target, result: Fixed, twin: Make) -> None:
-    """Compare a patch with the twin, both with the twin's weights."""
+    """Compare a patch with the twin, both with the twin's weights. Where the twin never drops, eval mode counts."""
+    drops = result.report.problems[0].check == "repeat"
     for seed in FRESH:
         right = twin(seed)
         weights = {name: tensor.detach().clone() for name, tensor in right.module.named_parameters()}
-        for training in (False, True):
+        for training in (False,) if drops else (False, True):
             expected = outputs_of(right, training=training)
             with in_place_of(target.module, result.after):
                 found = outputs_of(made(target, seed, weights), training=training)
@@ -108,17 +134,17 @@ def own_cases(home: ModuleType) -> list[str]:
 
 HOMES = {name: home for home in homes() for name in own_cases(home)}
 FIXED = """
-    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-v_is_k NanoGpt-att_T NanoGpt-state
+    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-att_T NanoGpt-state
     KeepMask-not_renorm KeepMask-flip KeepMask-merge23 KeepMask-cumulative_len Fairseq-mask_order Fairseq-
     view_direct Fairseq-scale_k Llama-repeat_tile_v Llama-rope_v Llama-rope_sign Llama-cache_after_repeat
     Llama-cache_new_only Llama-mask_off Llama-rotate_after_cache Llama-scale_pre Llama-rope_before_split
-    Llama-global_kv Llama-q_roll Cross-mask_other Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict
+    Llama-global_kv Cross-mask_other Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict
     SlidingWindow-float Vit-merge2 Vit-kk Vit-scale_both TorchBlock-mask_tril TorchBlock-mask_float
     TorchBlock-drop_f TorchBlock-res_B TorchBlock-inplace SplitByView QueriesSplitAndMergedByView
     MergedByReshape SoftmaxOfSoftmax MaskAfterSoftmax TrilAfterSoftmax CausalWithoutItself CausalForgotten
     WindowOneWide WindowOneNarrow PaddingTurnedRound PaddingOnQueries PaddingInTheOtherOrder
     PaddingAsBoolForFused PaddingForTorchsLayer BatchByView NoScale ScaledTwice Tiled TiledBehindNorm
-    RotaryOfQueriesAlone QueryServesTwice KeyServesTwice
+    RotaryOfQueriesAlone RotaryByHead CacheTurnedRound ScaleOfAnotherWidth RotationRestarts
 """.split()  # noqa: SIM905
 """Mistakes for which a patch is printed; the others need more than an edit of expressions, or several are as good."""
 
@@ -142,3 +168,48 @@ def test_the_patch_of_a_planted_mistake_is_its_twin(name: str) -> None:
     assert result.report.patch or name not in FIXED
     if result.report.patch:
         assert_right(target, result, partial(of_case, home.__name__, name, False))
+
+
+@pytest.mark.parametrize("case", REPORTED[::3], ids=lambda case: case.name)
+def test_the_patch_of_a_reported_mistake_is_its_twin(case: Reported, tmp_path: Path) -> None:
+    with reported(case, tmp_path) as (target, twin):
+        result = fixed(target)
+        assert result.report.patch
+        assert_right(target, result, twin)
+
+
+def counted() -> Iterator[tuple[str, str, str]]:
+    """Yield the kind and the name of each mistake of the corpus, and whether its patch is right, wrong or missing."""
+    with TemporaryDirectory() as folder:
+        for case in MUTANTS:
+            with mutant(case, Path(folder)) as (target, twin):
+                yield "of one line", named(case), outcome(target, twin)
+        for report in REPORTED:
+            with reported(report, Path(folder)) as (target, twin):
+                yield "reported", report.name, outcome(target, twin)
+        for name, home in HOMES.items():
+            (planted,) = [case for case in CASES if case.name == name]
+            target = Target(home, partial(of_case, home.__name__, name, True), lambda case=planted: case.intent)
+            yield "planted", name, outcome(target, partial(of_case, home.__name__, name, False))
+
+
+def outcome(target: Target, twin: Make) -> str:
+    """Return how a search for a patch ends."""
+    result = fixed(target)
+    if not result.report.patch:
+        return "several" if result.report.rivals else "none"
+    try:
+        assert_right(target, result, twin)
+    except AssertionError:
+        return "wrong"
+    return "right"
+
+
+if __name__ == "__main__":
+    # python -m tests.corpus.test_fixes prints how many mistakes of each kind get a patch, and how many are right.
+    table = Counter[tuple[str, str]]()
+    for kind, name, end in counted():
+        table[kind, end] += 1
+        print(f"{kind:12} {end:8} {name}", flush=True)
+    for (kind, end), count in sorted(table.items()):
+        print(f"{kind:12} {end:8} {count}")

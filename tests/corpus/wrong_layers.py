@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, before, fused, future, halves, repeated
+from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, Steps, before, fused, future, halves, repeated
 
 # -- heads -------------------------------------------------------------------------------------------------------------
 
@@ -439,6 +439,80 @@ CASES += [
         asked=False,
     ),
 ]
+
+
+# -- without a softmax -------------------------------------------------------------------------------------------------
+
+
+def linear_attention(total: Callable[[Tensor], Tensor]) -> Steps:
+    """Causal linear attention; a function of the features of the keys, `batch heads key feature`, is divided by."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        state = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return (q.unsqueeze(-2) @ state).squeeze(-2) / (q * total(k)).sum(-1, keepdim=True)
+
+    return {"attend": attend}
+
+
+CASES.append(
+    Case(
+        "DividedByTheSumOfHeads",
+        "softmax",
+        linear_attention(lambda k: k.cumsum(1)),
+        linear_attention(lambda k: k.cumsum(2)),
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    )
+)
+
+
+class Pools(nn.Module):
+    """One vector of all tokens, weighted by a score of each."""
+
+    def __init__(self, over: int) -> None:
+        super().__init__()
+        self.over, self.score = over, nn.Linear(E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.score(x).tanh().softmax(self.over) * x).sum(1)
+
+
+CASES += [
+    Case("SoftmaxOfOneScore", "softmax", partial(Pools, -1), partial(Pools, 1), in_trace=True, asked=False),
+    Case("MeanOfItemsSubtracted", "batch", {"leave": lambda m, x: m.o(x - x.mean(0, keepdim=True))}),
+]
+
+
+# -- tables of relative places -----------------------------------------------------------------------------------------
+
+
+class OfWindows(Right):
+    """Tokens of a window of 3 x 4 with a bias for each relative place."""
+
+    def __init__(self, *, columns: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5 * 7, H))
+        row, column = torch.arange(12) // 4, torch.arange(12) % 4
+        rows, steps = row[:, None] - row + 2, column[:, None] - column + 3
+        self.register_buffer("index", rows * columns + steps)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores + self.table[self.index].permute(2, 0, 1)
+
+
+CASES.append(
+    Case(
+        "PlacesCollide",
+        "parameters",
+        partial(OfWindows, columns=4),
+        partial(OfWindows, columns=7),
+        inputs=tokens(B, 12),
+        suspected=True,
+        in_trace=True,
+    )
+)
 
 
 # -- reshaped maps ----------------------------------------------------------------------------------------------------

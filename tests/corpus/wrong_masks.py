@@ -132,6 +132,24 @@ def large(scale: float) -> Any:
 
 
 _causal = partial(Case, check="causal", intent=CAUSAL, alone=False)
+
+
+class OfIds(Right):
+    """Id 0 is padding; the mask is made of the ids, and lies over the queries or over the keys."""
+
+    def __init__(self, over: str) -> None:
+        super().__init__()
+        self.over, self.embed = over, nn.Embedding(9, E, padding_idx=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.pads = ids == 0
+        return super().forward(self.embed(ids))
+
+    def mask(self, scores: Tensor) -> Tensor:
+        pads = self.pads[:, None, :, None] if self.over == "queries" else self.pads[:, None, None, :]
+        return scores.masked_fill(pads, -10000.0)
+
+
 CASES = [
     _causal("LateWithPadding", wrong=lambda: Causal(1), twin=Causal, inputs=tokens_with(mask=marks(5, 4))),
     _causal("GapWithPadding", wrong=lambda: Causal(gap=True), twin=Causal, inputs=tokens_with(mask=marks(1, 6))),
@@ -173,6 +191,15 @@ CASES = [
         suspected=True,
         in_trace=True,
         asked=False,
+    ),
+    Case(
+        "IdsOverTheQueries",
+        "masking",
+        partial(OfIds, over="queries"),
+        partial(OfIds, over="keys"),
+        inputs=lambda: {"ids": torch.tensor([[5, 7, 3, 2, 0, 0], [4, 5, 6, 1, 2, 3]])},
+        suspected=True,
+        in_trace=True,
     ),
     Case(
         "TimesALowNumber",

@@ -13,6 +13,7 @@ import torch
 
 from ...compare.replay import LostError, content_of
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
 from ...record.ops import TensorRef
@@ -263,6 +264,8 @@ def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) 
     concat = attention.stages.get("concat")
     if concat is None or attention.branches or _is_query_of_another(evidence, attention, concat):
         raise LostError
+    if _sums(evidence, attention, concat):
+        raise LostError
     places = _places_of_concat(attention, names, query, concat)
     scores, context = attention.score_product.op.output, attention.value_product.op.output
     count = prod(query.tokens)
@@ -289,6 +292,13 @@ def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) 
         fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
         yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
+
+
+def _sums(evidence: Evidence, attention: Attention, concat: TensorRef) -> bool:
+    """Return whether numbers are added up between the context and concat, e.g. a mean of all items is subtracted."""
+    context = attention.value_product.op.output
+    steps = between(evidence.run.recording, {context.id}, concat)
+    return any(op.kind == "compute" and not op.pointwise for op in steps)
 
 
 def _is_query_of_another(evidence: Evidence, attention: Attention, concat: TensorRef) -> bool:

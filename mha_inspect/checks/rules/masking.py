@@ -15,12 +15,15 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
+from ...record.arguments import tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
+from ...text import spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence, NotPossibleError
 from ..inverted import inverted_padding
 from ..ladders import slopes_off, slopes_upside_down
+from ..laid_over import MASK_THE_KEYS, laid_over
 from ..registry import rule
 from ..seen_keys import SeenKeys
 
@@ -82,6 +85,7 @@ def _masks(evidence: Evidence) -> Iterator[Finding]:
     masked = _masked_throughout(evidence)
     if not masked:
         yield from inverted_padding(evidence)
+        yield from _over_queries(evidence)
         yield from weak_masks(evidence)
         yield from _finite_masks(evidence)
         return
@@ -92,6 +96,41 @@ def _masks(evidence: Evidence) -> Iterator[Finding]:
         f"With the given mask, all {pairs} pairs of a query and a key are masked out.",
         "Invert the mask where it is applied, or pass the inverted mask.",
     )
+
+
+def _over_queries(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first mask that takes every key from some queries, and whose other queries see all keys.
+
+    What a mask does that is an argument, `padding` learns from other runs.
+    """
+    is_given = len(list(tensors_in(evidence.values))) > 1
+    if is_given and not evidence.once:
+        return
+    for sight in evidence.sights:
+        if not sight.masked or not sight.knows_own or sight.queries != sight.keys:
+            continue
+        sees_any = sight.seen.any(-1)  # batch query
+        is_open = (sight.seen | ~sees_any[:, :, None]).all()
+        if not bool(is_open) or bool(sees_any.all()) or not bool(sees_any.any()):
+            continue
+        item = int((~sees_any).any(-1).nonzero()[0])
+        blind = (~sees_any[item]).nonzero().flatten().tolist()
+        is_at_an_end = blind[-1] - blind[0] == len(blind) - 1 and (blind[0] == 0 or blind[-1] == sight.queries - 1)
+        if not is_at_an_end:  # padding is
+            continue
+        finding = sight.finding(
+            "masking",
+            "The mask is applied to the queries: masked ones see no key, and others see the masked tokens.",
+            f"In batch item {item}, {_queries(blind)} no key, and each other query sees all keys.",
+            laid_over(MASK_THE_KEYS, sight.layout),
+        )
+        yield replace(finding, sure=False)
+        return
+
+
+def _queries(places: Sequence[int]) -> str:
+    """Return queries as the subject of a sentence: `query 3 sees`, `queries 3–4 see`."""
+    return f"query {places[0]} sees" if len(places) == 1 else f"queries {spans(places)} see"
 
 
 def _finite_masks(evidence: Evidence) -> Iterator[Finding]:

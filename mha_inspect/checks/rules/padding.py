@@ -14,8 +14,9 @@ from torch import Tensor
 from ...reports.check import Finding, SkippedCheck
 from ..arguments import Source
 from ..evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from ..laid_over import MASK_THE_KEYS, laid_over
 from ..masked_runs import MaskedRun, masked_runs, padded_sources, places_of, word_of
-from ..padded_runs import MASK_THE_KEYS, laid_over, of_pooled_output, of_real_outputs
+from ..padded_runs import of_pooled_output, of_real_outputs
 from ..registry import rule
 from ..seen_keys import SeenKeys
 from .masking import masks_everything

@@ -21,6 +21,7 @@ from ..factors import SIDES
 from ..gradients import without_gradient
 from ..readers import Readers, weight_of
 from ..registry import rule
+from ..unread_rows import unread_rows
 from .masking import masks_everything
 
 
@@ -71,6 +72,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)
+    yield from unread_rows(evidence)
     if evidence.on_meta:
         yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
     elif evidence.once:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compare.replay import content_of
 from ...graph.attention import Attention
+from ...graph.axis import setting
 from ...graph.rerun import between
 from ...graph.rules import reduced_places
 from ...naming.axes import AxisNames
@@ -18,7 +19,7 @@ from ...naming.pattern import dims_of
 from ...naming.stage_facts import StageFacts
 from ...record.ops import Op
 from ...reports.check import Finding
-from ...text import shortened, spans
+from ...text import shape, shortened, spans
 from ..each_kind import of_each_kind
 from ..evidence import Evidence
 from ..factors import NotHereError
@@ -265,7 +266,7 @@ def _is_triangle(op: Op) -> bool:
 
 
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield faults of softmaxes that form no attention: of the weights of another softmax."""
+    """Yield faults of softmaxes that form no attention: of the weights of another softmax, or of single scores."""
     graph, recording = evidence.run.graph, evidence.run.recording
     of_attentions = _softmaxes_of_attentions(evidence)
     lines = set[str]()
@@ -276,6 +277,29 @@ def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
         if first is not None and first.does("softmax") and op.source not in lines:
             lines.add(op.source)
             yield _applied_twice(op, first)
+        elif first is not None and _is_of_single_scores(evidence, op, first):
+            yield _of_single_scores(op)
+
+
+def _is_of_single_scores(evidence: Evidence, op: Op, first: Op) -> bool:
+    """Return whether a softmax runs over the single feature that a projection makes of each token."""
+    scores = op.inputs[0]
+    over = setting(op, 1, "dim")
+    if type(over) is not int or over % len(scores.shape) != len(scores.shape) - 1:
+        return False
+    is_single = scores.shape[-1] == 1 and first.output.shape[-1] == 1 and scores.numel > 1
+    return is_single and evidence.run.graph.is_projection(first)
+
+
+def _of_single_scores(op: Op) -> Finding:
+    return Finding(
+        "softmax",
+        "The softmax runs over the one score of each token, so all weights are 1.",
+        f"The softmax of {shape(op.inputs[0].shape)} is over dimension {len(op.inputs[0].shape) - 1}, of size 1.",
+        source=op.source,
+        module=op.module,
+        fix="Use the dimension of the tokens, e.g. softmax(dim=1) for scores of batch token 1.",
+    )
 
 
 def _softmaxes_of_attentions(evidence: Evidence) -> set[int]:

@@ -28,9 +28,9 @@ def unpacked_rank(facts: Facts) -> Edit | None:
     operand, rank = facts.operands[0], int(said[1])
     if rank == len(operand.shape):
         return None
-    way = f"give {operand.name} {rank} dimensions"
+    way = f"give {operand.spelled} {rank} dimensions"
     if rank == len(operand.shape) + 1:
-        way += f", e.g. {operand.name}[None] for a batch of one"
+        way += f", e.g. {operand.spelled}[None] for a batch of one"
     what = f"{operand.is_shape}, {text.plural(len(operand.shape), 'dimension')}; this line expects {rank}."
     return Edit("wrong_rank", what, way=way)
 

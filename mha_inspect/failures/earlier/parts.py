@@ -104,4 +104,4 @@ def rows_of_output(facts: Facts) -> Edit | None:
         f"{count} heads of {value_width}, as the values have."
     )
     shape = (count * value_width, columns)
-    return Edit("output_rows", what, (Change(weight, (("new_zeros", shape),)),), f"make {weight.name} {list(shape)}")
+    return Edit("output_rows", what, (Change(weight, (("new_zeros", shape),)),), f"make {weight.spelled} {list(shape)}")

@@ -8,7 +8,20 @@ from itertools import combinations, permutations
 
 from ..grammar import RAISES, Ways, row
 from ..source import TURNS, Replacement, Source
-from .calls import argument, is_method, is_simple, is_whole, name_of, number_of
+from .calls import (
+    argument,
+    calls,
+    calls_function,
+    calls_method,
+    is_method,
+    is_operation,
+    is_pair,
+    is_simple,
+    is_whole,
+    last_given,
+    name_of,
+    number_of,
+)
 
 _VIEWS = ("view", "reshape")
 _ORDER = ("heads", "batch", "mixing", "reference", "padding", "causal", "cache", RAISES)
@@ -56,7 +69,7 @@ def transpose_after_view(node: ast.AST, source: Source) -> Ways:
     """
     if source.is_turned(node):
         return
-    if len(_sizes(node)) == 4 or (name_of(node) == "unflatten" and is_method(node)):
+    if len(_sizes(node)) == 4 or calls_method(node, "unflatten"):
         yield [source.after(node, ".transpose(1, 2)")]
 
 
@@ -68,7 +81,7 @@ def transpose_before_view(node: ast.AST, source: Source) -> Ways:
     out.view(b, n, c) -> out.transpose(1, 2).reshape(b, n, c)
     out.flatten(2) -> out.transpose(1, 2).flatten(2)
     """
-    joins = len(_sizes(node)) in (2, 3) or (name_of(node) == "flatten" and is_method(node))
+    joins = len(_sizes(node)) in (2, 3) or calls_method(node, "flatten")
     if not joins:
         return
     assert isinstance(node, ast.Call)
@@ -99,15 +112,13 @@ def transpose_before_function(node: ast.AST, source: Source) -> Ways:
 
     rotary(q).transpose(1, 2) -> rotary(q.transpose(1, 2))
     """
-    if name_of(node) not in ("transpose", "swapaxes", "permute") or not is_method(node):
+    if not calls_method(node, "transpose", "swapaxes", "permute"):
         return
-    assert isinstance(node, ast.Call)
-    assert isinstance(node.func, ast.Attribute)
     called = node.func.value
     if not isinstance(called, ast.Call) or not called.args or not is_simple(called.args[0]):
         return
     start, end = source.point(node.func), source.span(node)[1]
-    moved = source.content[start:end].decode()
+    moved = source.text(start, end)
     yield [source.without_method(node), source.after(called.args[0], moved)]
 
 
@@ -122,7 +133,7 @@ def transpose_in_place_of_view(node: ast.AST, source: Source) -> Ways:
         return
     assert isinstance(node, ast.Call)
     removed = source.without_method(node)
-    yield [type(removed)(removed.start, removed.end, ".transpose(0, 1)")]
+    yield [Replacement(removed.start, removed.end, ".transpose(0, 1)")]
 
 
 @row(RAISES)
@@ -131,9 +142,7 @@ def reshape_in_place_of_view(node: ast.AST, source: Source) -> Ways:
 
     x.transpose(1, 2).view(b, n, c) -> x.transpose(1, 2).reshape(b, n, c)
     """
-    if name_of(node) == "view" and is_method(node):
-        assert isinstance(node, ast.Call)
-        assert isinstance(node.func, ast.Attribute)
+    if calls_method(node, "view"):
         yield [source.renamed(node.func, "reshape")]
 
 
@@ -144,17 +153,15 @@ def other_dims_of_transpose(node: ast.AST, source: Source) -> Ways:
     x.transpose(2, 3) -> x.transpose(1, 2)
     k.transpose(1, 2) -> k.transpose(-2, -1)
     """
-    if name_of(node) not in ("transpose", "swapaxes") or not is_method(node):
+    if not calls_method(node, "transpose", "swapaxes"):
         return
-    assert isinstance(node, ast.Call)
     if len(node.args) != 2:
         return
     written = [number_of(dim) for dim in node.args]
     for dims in ((0, 1), (1, 2), (-2, -1)):
         if written in ([*dims], [*reversed(dims)]):
             continue
-        pairs = zip(node.args, dims, strict=True)
-        yield [source.instead(dim, str(number)) for dim, number in pairs if number_of(dim) != number]
+        yield source.put(node.args, map(str, dims))
 
 
 @row(*_ORDER, "grouped", "rotary")
@@ -164,18 +171,17 @@ def other_order_of_permute(node: ast.AST, source: Source) -> Ways:
     x.permute(0, 1, 3, 2) -> x.permute(0, 2, 1, 3)
     x.permute(2, 0, 1, 3) -> x.permute(2, 0, 3, 1)
     """
-    if name_of(node) != "permute" or not is_method(node):
+    if not calls_method(node, "permute"):
         return
-    assert isinstance(node, ast.Call)
     dims = node.args
     if not all(map(is_whole, dims)) or len(dims) > 5:
         return
     texts = [source.code(dim) for dim in dims]
     orders = permutations(texts) if len(dims) <= 4 else _swaps(texts)
     for order in orders:
-        changed = [(dim, text) for dim, text in zip(dims, order, strict=True) if source.code(dim) != text]
+        changed = source.put(dims, order)
         if changed:
-            yield [source.instead(dim, text) for dim, text in changed]
+            yield changed
 
 
 def _swaps(texts: list[str]) -> Iterator[tuple[str, ...]]:
@@ -193,8 +199,7 @@ def without_method(node: ast.AST, source: Source) -> Ways:
     q.transpose(1, 2) -> q
     s.softmax(-1).softmax(-1) -> s.softmax(-1)
     """
-    if name_of(node) in _MOVES and is_method(node):
-        assert isinstance(node, ast.Call)
+    if calls_method(node, *_MOVES):
         yield [source.without_method(node)]
 
 
@@ -207,7 +212,7 @@ def transpose_put_in(node: ast.AST, source: Source) -> Ways:
     F.scaled_dot_product_attention(q, k, v) -> F.scaled_dot_product_attention(q, k, v.transpose(1, 2))
     """
     operands: list[ast.expr] = []
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    if is_operation(node, ast.MatMult):
         operands = [node.left, node.right]
     elif name_of(node) in ("matmul", "bmm", "scaled_dot_product_attention"):
         assert isinstance(node, ast.Call)
@@ -225,9 +230,8 @@ def dim_of_joining(node: ast.AST, source: Source) -> Ways:
     torch.cat(heads, 1) -> torch.cat(heads, -1)
     torch.stack(heads, dim=-1) -> torch.cat(heads, dim=-1)
     """
-    if name_of(node) not in ("cat", "concat", "stack") or is_method(node):
+    if not calls_function(node, "cat", "concat", "stack"):
         return
-    assert isinstance(node, ast.Call)
     dim = argument(node, "dim", 0)
     if dim is not None:
         for number in (-1, -2, 1, 2):
@@ -243,13 +247,12 @@ def sides_of_joining(node: ast.AST, source: Source) -> Ways:
 
     torch.cat((new, past), 2) -> torch.cat((past, new), 2)
     """
-    if name_of(node) not in ("cat", "concat") or is_method(node):
+    if not calls_function(node, "cat", "concat"):
         return
-    assert isinstance(node, ast.Call)
     parts = node.args[0] if node.args else None
-    if isinstance(parts, (ast.Tuple, ast.List)) and len(parts.elts) == 2:
+    if is_pair(parts):
         left, right = parts.elts
-        yield [source.instead(left, source.code(right)), source.instead(right, source.code(left))]
+        yield source.exchanged(left, right)
 
 
 @row("heads", "batch", "mixing", RAISES)
@@ -264,7 +267,7 @@ def names_of_sizes(node: ast.AST, source: Source) -> Ways:
     if not all(isinstance(name, ast.Name) for name in names):
         return
     for first, second in combinations(names[:3], 2):
-        yield [source.instead(first, source.code(second)), source.instead(second, source.code(first))]
+        yield source.exchanged(first, second)
 
 
 @row("grouped", "padding")
@@ -278,9 +281,8 @@ def repeat_of_each(node: ast.AST, source: Source) -> Ways:
     """
     yield from _tiled_again(node, source)
     yield from _each_of_joined(node, source)
-    if name_of(node) != "repeat" or not is_method(node):
+    if not calls_method(node, "repeat"):
         return
-    assert isinstance(node, ast.Call)
     repeated = [(place, times) for place, times in enumerate(node.args) if number_of(times) != 1]
     if len(repeated) != 1:
         return
@@ -289,15 +291,13 @@ def repeat_of_each(node: ast.AST, source: Source) -> Ways:
     assert isinstance(node.func, ast.Attribute)
     start = source.point(node.func)
     code = f".repeat_interleave({source.code(times)}, {place})"
-    yield [type(source.after(node, ""))(start, end, code)]
+    yield [Replacement(start, end, code)]
 
 
 def _tiled_again(node: ast.AST, source: Source) -> Ways:
     """Yield all items of a batch behind one another, where each was repeated in turn."""
-    if name_of(node) != "repeat_interleave" or not is_method(node):
+    if not calls_method(node, "repeat_interleave"):
         return
-    assert isinstance(node, ast.Call)
-    assert isinstance(node.func, ast.Attribute)
     dim = argument(node, "dim", 1)
     if number_of(dim) != 0 or not node.args:
         return
@@ -309,12 +309,11 @@ def _tiled_again(node: ast.AST, source: Source) -> Ways:
 
 def _each_of_joined(node: ast.AST, source: Source) -> Ways:
     """Yield each head in turn, where a list of one tensor several times is joined."""
-    if name_of(node) not in ("cat", "concat") or is_method(node):
+    if not calls_function(node, "cat", "concat"):
         return
-    assert isinstance(node, ast.Call)
     parts = node.args[0] if node.args else None
     dim = argument(node, "dim", 0)
-    if not isinstance(parts, ast.BinOp) or not isinstance(parts.op, ast.Mult) or dim is None:
+    if not is_operation(parts, ast.Mult) or dim is None:
         return
     if isinstance(parts.left, (ast.List, ast.Tuple)) and len(parts.left.elts) == 1:
         tensor, times = source.code(parts.left.elts[0]), source.code(parts.right)
@@ -330,7 +329,7 @@ def order_of_sizes(node: ast.AST, source: Source) -> Ways:
     sizes = _sizes(node)
     if len(sizes) == 4:
         first, second = sizes[:2]
-        yield [source.instead(first, source.code(second)), source.instead(second, source.code(first))]
+        yield source.exchanged(first, second)
 
 
 @row("grouped", "heads", RAISES)
@@ -340,9 +339,8 @@ def dim_of_repeat(node: ast.AST, source: Source) -> Ways:
     k.repeat_interleave(n, dim=1) -> k.repeat_interleave(n, dim=2)
     torch.repeat_interleave(k, n, 1) -> torch.repeat_interleave(k, n, 2)
     """
-    if name_of(node) != "repeat_interleave":
+    if not calls(node, "repeat_interleave"):
         return
-    assert isinstance(node, ast.Call)
     dim = argument(node, "dim", 1)
     if dim is None:
         return
@@ -359,9 +357,8 @@ def dim_of_split(node: ast.AST, source: Source) -> Ways:
     torch.chunk(x, 3, 1) -> torch.chunk(x, 3, -1)
     x.chunk(3) -> x.chunk(3, dim=-1)
     """
-    if name_of(node) not in ("split", "chunk"):
+    if not calls(node, "split", "chunk"):
         return
-    assert isinstance(node, ast.Call)
     dim = argument(node, "dim", 1)
     if dim is not None and number_of(dim) != -1:
         yield [source.instead(dim, "-1")]
@@ -375,13 +372,12 @@ def order_of_unflatten(node: ast.AST, source: Source) -> Ways:
 
     x.unflatten(0, (H, -1)) -> x.unflatten(0, (-1, H))
     """
-    if name_of(node) != "unflatten" or not is_method(node):
+    if not calls_method(node, "unflatten"):
         return
-    assert isinstance(node, ast.Call)
     sizes = node.args[-1] if node.args else None
-    if isinstance(sizes, (ast.Tuple, ast.List)) and len(sizes.elts) == 2:
+    if is_pair(sizes):
         left, right = sizes.elts
-        yield [source.instead(left, source.code(right)), source.instead(right, source.code(left))]
+        yield source.exchanged(left, right)
 
 
 @row("batch", "mixing", RAISES)
@@ -391,13 +387,11 @@ def batch_first(node: ast.AST, source: Source) -> Ways:
     nn.MultiheadAttention(d, h) -> nn.MultiheadAttention(d, h, batch_first=True)
     nn.MultiheadAttention(d, h, batch_first=False) -> nn.MultiheadAttention(d, h, batch_first=True)
     """
-    if name_of(node) not in _LAYERS:
+    if not calls(node, *_LAYERS):
         return
-    assert isinstance(node, ast.Call)
     for keyword in node.keywords:
         if keyword.arg == "batch_first":
             yield [source.instead(keyword.value, "True")]
             return
-    last = node.keywords[-1].value if node.keywords else node.args[-1] if node.args else None
-    if last is not None:
-        yield [source.after(last, ", batch_first=True")]
+    if node.args or node.keywords:
+        yield [source.after(last_given(node), ", batch_first=True")]

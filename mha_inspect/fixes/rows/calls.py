@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import TypeGuard
 
 _OF_TORCH = ("torch", "F", "functional", "nn")
 
@@ -24,6 +25,41 @@ def is_method(node: ast.AST) -> bool:
     if isinstance(owner, ast.Attribute):
         return owner.attr not in _OF_TORCH
     return not isinstance(owner, ast.Name) or owner.id not in _OF_TORCH
+
+
+class MethodCall(ast.Call):
+    """The call of a method, for type checkers."""
+
+    func: ast.Attribute
+
+
+class Pair(ast.Tuple):
+    """A tuple or a list of two, for type checkers."""
+
+
+def calls(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
+    """Return whether a method or a function of one of these names is called."""
+    return node is not None and name_of(node) in names
+
+
+def calls_method(node: ast.AST | None, *names: str) -> TypeGuard[MethodCall]:
+    """Return whether a method of one of these names is called."""
+    return calls(node, *names) and is_method(node)
+
+
+def calls_function(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
+    """Return whether a function of one of these names is called."""
+    return calls(node, *names) and not is_method(node)
+
+
+def is_operation(node: ast.AST | None, *signs: type[ast.operator]) -> TypeGuard[ast.BinOp]:
+    """Return whether an expression is an operation with one of these signs."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, signs)
+
+
+def is_pair(node: ast.AST | None) -> TypeGuard[Pair]:
+    """Return whether an expression is a tuple or a list of two."""
+    return isinstance(node, (ast.Tuple, ast.List)) and len(node.elts) == 2
 
 
 def argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
@@ -64,3 +100,10 @@ def starts_in(function: ast.AST | None) -> list[str]:
         if any(word in name for word in ("start", "offset", "past", "pos")):
             names[name] = None
     return list(names)
+
+
+def last_given(call: ast.Call) -> ast.expr:
+    """Return the last argument of a call that has one, by keyword or by place."""
+    if call.keywords:
+        return call.keywords[-1].value
+    return call.args[-1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from itertools import combinations
 
 from ..grammar import RAISES, Ways, row
 from ..source import Replacement, Source
-from .calls import argument, is_method, is_simple, name_of, number_of, starts_in
+from .calls import argument, calls, is_method, is_operation, is_simple, last_given, name_of, number_of, starts_in
 
 _MASKS = ("causal", "window", "padding", "masking", "finite", "softmax", "cache")
 _MASK_ARGUMENTS = ("attn_mask", "key_padding_mask", "src_key_padding_mask", "mask")
@@ -59,7 +60,7 @@ def _opposite(compare: ast.Compare, source: Source) -> Ways:
     operator = _operator(compare, source)
     if operator is not None:
         start, end = operator
-        yield [type(source.after(compare, ""))(start, end, f" {_OPPOSITE[type(compare.ops[0])]} ")]
+        yield [Replacement(start, end, f" {_OPPOSITE[type(compare.ops[0])]} ")]
 
 
 def _operator(compare: ast.Compare, source: Source) -> tuple[int, int] | None:
@@ -110,10 +111,11 @@ def axis_of_padding(node: ast.AST, source: Source) -> Ways:
         order = ["None"] * len(texts)
         for place, text in zip(places, kept, strict=True):
             order[place] = text
-        changed = [(part, text) for part, text in zip(parts, order, strict=True) if source.code(part) != text]
+        changed = source.put(parts, order)
         if changed:
-            yield [source.instead(part, text) for part, text in changed]
-            yield [source.instead(part, text if text == "None" else ":") for part, text in changed]
+            yield changed
+            # What was cut to the queries has other places along the keys: all of it is taken.
+            yield [part if part.text == "None" else replace(part, text=":") for part in changed]
     if len(parts) < 4:
         yield [source.after(parts[-1], ", None")]
 
@@ -127,7 +129,7 @@ def axes_of_mask(node: ast.AST, source: Source) -> Ways:
     scores + mask -> scores + mask[:, None, None]
     """
     masks = [mask.left if isinstance(mask, ast.Compare) else mask for mask in _masks_of(node)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+    if is_operation(node, ast.Add):
         masks = [node.right]
     for mask in masks:
         if isinstance(mask, ast.Name):
@@ -147,7 +149,7 @@ def number_of_mask(node: ast.AST, source: Source) -> Ways:
     if name_of(node) in ("masked_fill", "masked_fill_"):
         assert isinstance(node, ast.Call)
         numbers = [argument(node, "value", 1)]
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+    elif is_operation(node, ast.Mult):
         numbers = [node.right, node.left]
     for written in numbers:
         number = number_of(written)
@@ -170,15 +172,14 @@ def diagonal_of_mask(node: ast.AST, source: Source) -> Ways:
     ones.triu(2 + offset) -> ones.triu(1 + offset)
     lambda ones, start: ones.triu(1) -> lambda ones, start: ones.triu(1 + start)
     """
-    if name_of(node) not in ("triu", "tril"):
+    if not calls(node, "triu", "tril"):
         return
-    assert isinstance(node, ast.Call)
     diagonal = argument(node, "diagonal", 0)
     if diagonal is None:
         start = "" if is_method(node) else ", "
         _, end = source.span(node)
         for other in (1, -1):
-            yield [type(source.after(node, ""))(end - 1, end - 1, f"{start}{other}")]
+            yield [Replacement(end - 1, end - 1, f"{start}{other}")]
         return
     number = number_of(diagonal)
     if number is not None:
@@ -188,7 +189,7 @@ def diagonal_of_mask(node: ast.AST, source: Source) -> Ways:
             yield [source.instead(diagonal, f"{int(number)} + {start}")]
         return
     yield [source.instead(diagonal, f"1 + {source.code(diagonal)}")]
-    if not isinstance(diagonal, ast.BinOp) or not isinstance(diagonal.op, ast.Add):
+    if not is_operation(diagonal, ast.Add):
         return
     first = number_of(diagonal.left)
     if first == 1:
@@ -204,9 +205,8 @@ def other_triangle(node: ast.AST, source: Source) -> Ways:
     torch.tril(ones) -> torch.triu(ones, 1)
     ones.triu() -> ones.tril()
     """
-    if name_of(node) not in ("triu", "tril"):
+    if not calls(node, "triu", "tril"):
         return
-    assert isinstance(node, ast.Call)
     if not isinstance(node.func, ast.Attribute):
         return
     other = "tril" if node.func.attr == "triu" else "triu"
@@ -215,7 +215,7 @@ def other_triangle(node: ast.AST, source: Source) -> Ways:
     if argument(node, "diagonal", 0) is None:
         yield [renamed]
         start = "" if is_method(node) else ", "
-        yield [renamed, type(renamed)(end - 1, end - 1, f"{start}1")]
+        yield [renamed, Replacement(end - 1, end - 1, f"{start}1")]
 
 
 @row("causal", "window", "padding", "cache")
@@ -230,7 +230,7 @@ def with_or_without_equal(node: ast.AST, source: Source) -> Ways:
     operator = _operator(node, source)
     if operator is not None:
         start, end = operator
-        yield [type(source.after(node, ""))(start, end, f" {_WITH_EQUAL[type(node.ops[0])]} ")]
+        yield [Replacement(start, end, f" {_WITH_EQUAL[type(node.ops[0])]} ")]
 
 
 @row("causal", "window")
@@ -244,13 +244,13 @@ def other_direction(node: ast.AST, source: Source) -> Ways:
         operator = _operator(node, source)
         if operator is not None:
             start, end = operator
-            sign = source.content[start:end].decode()
+            sign = source.text(start, end)
             turned = sign.replace("<", "\0").replace(">", "<").replace("\0", ">")
             yield [Replacement(start, end, turned)]
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+    elif is_operation(node, ast.BitOr):
         _, start = source.span(node.left)
         end, _ = source.span(node.right)
-        yield [Replacement(start, end, source.content[start:end].decode().replace("|", "&"))]
+        yield [Replacement(start, end, source.text(start, end).replace("|", "&"))]
 
 
 @row("padding", "masking", "batch")
@@ -278,7 +278,7 @@ def filled_with_lowest(node: ast.AST, source: Source) -> Ways:
     scores + mask[:, None] -> scores.masked_fill(mask[:, None] == 0, float("-inf"))
     scores * mask -> scores.masked_fill(mask == 0, float("-inf"))
     """
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
+    if not is_operation(node, ast.Add, ast.Mult):
         return
     scores, mask = node.left, node.right
     if is_simple(scores) and isinstance(mask, (ast.Name, ast.Subscript, ast.Attribute)):
@@ -307,7 +307,7 @@ def plus_one(node: ast.AST, source: Source) -> Ways:
 
     keys > 1 + at[:, None] -> keys > at[:, None]
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+    if is_operation(node, ast.Add, ast.Sub):
         if number_of(node.left) == 1 and isinstance(node.op, ast.Add):
             yield [source.instead(node, source.code(node.right))]
         if number_of(node.right) == 1:
@@ -321,14 +321,13 @@ def causal_put_in(node: ast.AST, source: Source) -> Ways:
     F.scaled_dot_product_attention(q, k, v) -> F.scaled_dot_product_attention(q, k, v, is_causal=True)
     F.scaled_dot_product_attention(q, k, v, is_causal=False) -> F.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    if name_of(node) != "scaled_dot_product_attention":
+    if not calls(node, "scaled_dot_product_attention"):
         return
-    assert isinstance(node, ast.Call)
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     if "is_causal" in given:
         yield [source.instead(given["is_causal"], "True")]
     elif "attn_mask" not in given and len(node.args) == 3:
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, ", is_causal=True")]
 
 
@@ -346,11 +345,10 @@ def boolean_mask(node: ast.AST, source: Source) -> Ways:
             yield [source.renamed(mask.func, "bool")]
         elif is_simple(mask):
             yield [source.after(mask, ".bool()")]
-    if name_of(node) not in ("ones", "zeros", "full"):
+    if not calls(node, "ones", "zeros", "full"):
         return
-    assert isinstance(node, ast.Call)
     if node.args and all(keyword.arg != "dtype" for keyword in node.keywords):
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, ", dtype=torch.bool")]
 
 
@@ -361,9 +359,9 @@ def sign_of_mask(node: ast.AST, source: Source) -> Ways:
     scores - mask -> scores + mask
     scores * mask -> scores + mask
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Sub, ast.Mult)) and number_of(node.right) is None:
+    if is_operation(node, ast.Sub, ast.Mult) and number_of(node.right) is None:
         _, start = source.span(node.left)
         end, _ = source.span(node.right)
-        between = source.content[start:end].decode()
+        between = source.text(start, end)
         if between.strip() in ("-", "*"):
-            yield [type(source.after(node, ""))(start, end, between.replace(between.strip(), "+"))]
+            yield [Replacement(start, end, between.replace(between.strip(), "+"))]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import ast
 
 from ..grammar import RAISES, Ways, row
-from ..source import Source
-from .calls import name_of, number_of
+from ..source import Replacement, Source
+from .calls import calls_method, is_operation, is_pair, name_of, number_of
+
+_SIGNS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+}
 
 
 @row("parameters", "heads", RAISES)
@@ -16,12 +23,9 @@ def name_used_twice(node: ast.AST, source: Source) -> Ways:
     lambda q, k, v: q @ k -> lambda q, k, v: q @ v
     """
     function = source.function_of(node)
-    if (
-        not isinstance(node, ast.Name)
-        or not isinstance(node.ctx, ast.Load)
-        or function is None
-        or source.is_of_constructor(node)
-    ):
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+        return
+    if function is None or source.is_of_constructor(node):
         return
     names: dict[str, None] = {}
     for part in ast.walk(function):
@@ -47,10 +51,7 @@ def attribute_used_twice(node: ast.AST, source: Source) -> Ways:
     owner = node.func.value
     if not isinstance(owner, ast.Name):
         return
-    names: dict[str, None] = {}
-    for part in ast.walk(source.tree):
-        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == owner.id:
-            names[part.attr] = None
+    names = source.attributes_of(owner.id)
     target = source.target_of(node)
     if target and target[0].lower() in node.func.attr.lower():
         return  # it is called as the variable that it makes: `k = self.w_k(x)` is not the line with the mistake
@@ -83,13 +84,13 @@ def other_function(node: ast.AST, source: Source) -> Ways:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or source.is_of_constructor(node):
         return
     function = source.function_of(node)
-    called = {part.func.id for part in ast.walk(function or node) if _calls_name(part)}  # type: ignore[attr-defined]
-    for name in sorted(called - {node.func.id}):
+    called = set()
+    for part in ast.walk(function or node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name):
+            called.add(part.func.id)
+    called.discard(node.func.id)
+    for name in sorted(called):
         yield [source.instead(node.func, name)]
-
-
-def _calls_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
 @row("inputs")
@@ -100,15 +101,15 @@ def not_in_place(node: ast.AST, source: Source) -> Ways:
     x += y -> x = x + y
     """
     name = name_of(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name.endswith("_"):
+    if name.endswith("_") and calls_method(node, name):
         yield [source.renamed(node.func, name.rstrip("_"))]
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}.get(type(node.op))
+        sign = _SIGNS.get(type(node.op))
         value = node.value
         _, start = source.span(node.target)
         end, _ = source.span(value)
         if sign is not None and is_plain(value):
-            yield [type(source.after(value, ""))(start, end, f" = {node.target.id} {sign} ")]
+            yield [Replacement(start, end, f" = {node.target.id} {sign} ")]
 
 
 def is_plain(node: ast.AST) -> bool:
@@ -149,7 +150,7 @@ def function_of_neighbour(node: ast.AST, source: Source) -> Ways:
             continue
         start, end = source.span(given)
         first, last = source.span(call)
-        before, after = source.content[first:start].decode(), source.content[end:last].decode()
+        before, after = source.text(first, start), source.text(end, last)
         for name in plain:
             yield [source.instead(name, f"{before}{name.id}{after}")]
 
@@ -160,9 +161,11 @@ def exchanged_names(node: ast.AST, source: Source) -> Ways:
 
     (v, k) -> (k, v)
     """
-    if isinstance(node, ast.Tuple) and len(node.elts) == 2 and all(isinstance(part, ast.Name) for part in node.elts):
-        left, right = node.elts
-        yield [source.instead(left, source.code(right)), source.instead(right, source.code(left))]
+    if not is_pair(node):
+        return
+    left, right = node.elts
+    if isinstance(left, ast.Name) and isinstance(right, ast.Name):
+        yield source.exchanged(left, right)
 
 
 @row("cache")
@@ -183,11 +186,13 @@ def other_size_of_shape(node: ast.AST, source: Source) -> Ways:
 
     x.shape[1] -> x.shape[-2]
     """
-    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Attribute) or node.value.attr != "shape":
+    if not isinstance(node, ast.Subscript):
         return
     number = number_of(node.slice)
+    if number is None or not source.code(node.value).endswith(".shape"):
+        return
     for other in (-2, -1, 0, 1):
-        if number is not None and number != other:
+        if number != other:
             yield [source.instead(node.slice, str(other))]
 
 
@@ -197,7 +202,7 @@ def without_term(node: ast.AST, source: Source) -> Ways:
 
     y + 0.1 * y.roll(1, 0) -> y
     """
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Sub)):
+    if not is_operation(node, ast.Add, ast.Sub):
         return
     left, right = node.left, node.right
     names = {part.id for part in ast.walk(right) if isinstance(part, ast.Name)}
@@ -212,5 +217,5 @@ def each_of_its_own(node: ast.AST, source: Source) -> Ways:
     memory[:1].expand_as(memory) -> memory
     k.mean(0, keepdim=True).expand_as(k) -> k
     """
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "expand_as":
+    if calls_method(node, "expand_as"):
         yield [source.instead(node, source.code(node.args[0]))]

@@ -6,7 +6,18 @@ import ast
 
 from ..grammar import RAISES, Ways, row
 from ..source import Source
-from .calls import argument, is_method, is_simple, name_of, number_of, starts_in
+from .calls import (
+    argument,
+    calls,
+    is_method,
+    is_operation,
+    is_pair,
+    is_simple,
+    last_given,
+    name_of,
+    number_of,
+    starts_in,
+)
 
 
 @row("repeat", "training")
@@ -38,7 +49,7 @@ def dropout_in_training(node: ast.AST, source: Source) -> Ways:
     elif len(node.args) == 2:
         yield [source.after(node.args[-1], f", {training}")]
     elif node.args:
-        last = node.keywords[-1].value if node.keywords else node.args[-1]
+        last = last_given(node)
         yield [source.after(last, f", training={training}")]
 
 
@@ -49,18 +60,17 @@ def sign_of_rotation(node: ast.AST, source: Source) -> Ways:
     torch.cat((x2, x1), dim=-1) -> torch.cat((-x2, x1), dim=-1)
     torch.cat((-x1, x2), dim=-1) -> torch.cat((-x2, x1), dim=-1)
     """
-    if name_of(node) not in ("cat", "concat", "stack"):
+    if not calls(node, "cat", "concat", "stack"):
         return
-    assert isinstance(node, ast.Call)
     parts = node.args[0] if node.args else None
-    if isinstance(parts, (ast.Tuple, ast.List)) and len(parts.elts) == 2 and is_simple(parts.elts[0]):
+    if is_pair(parts) and is_simple(parts.elts[0]):
         yield [source.instead(parts.elts[0], f"-{source.code(parts.elts[0])}")]
-    if not isinstance(parts, (ast.Tuple, ast.List)) or len(parts.elts) != 2:
+    if not is_pair(parts):
         return
     first, second = parts.elts
     if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.USub):
         negated = first.operand
-        yield [source.instead(negated, source.code(second)), source.instead(second, source.code(negated))]
+        yield source.exchanged(negated, second)
 
 
 @row("cache", "rotary")
@@ -77,16 +87,21 @@ def positions_from_start(node: ast.AST, source: Source) -> Ways:
     starts = starts_in(function)
     if isinstance(node, ast.Slice) and node.lower is None and node.upper is not None:
         count = source.code(node.upper)
-        yield from ([source.instead(node, f"{start} : {start} + {count}")] for start in starts if start != count)
+        for start in starts:
+            if start != count:
+                yield [source.instead(node, f"{start} : {start} + {count}")]
     if not isinstance(node, ast.Call):
         return
     if name_of(node) == "arange" and len(node.args) == 1:
         number = node.args[0]
-        yield from ([source.instead(number, f"{start}, {start} + {source.code(number)}")] for start in starts)
+        for start in starts:
+            yield [source.instead(number, f"{start}, {start} + {source.code(number)}")]
         return
     for given in node.args:
-        if number_of(given) == 0:
-            yield from ([source.instead(given, start)] for start in starts)
+        if number_of(given) != 0:
+            continue
+        for start in starts:
+            yield [source.instead(given, start)]
 
 
 @row("cache")
@@ -101,7 +116,9 @@ def slice_of_cache(node: ast.AST, source: Source) -> Ways:
     for part in node.elts:
         if not isinstance(part, ast.Subscript) or not isinstance(part.slice, ast.Tuple):
             return
-        if not all(isinstance(index, ast.Slice) for index in part.slice.elts) or "self." in source.code(part.slice):
+        if "self." in source.code(part.slice):
+            return
+        if not all(isinstance(index, ast.Slice) for index in part.slice.elts):
             return
         whole.append(source.instead(part, source.code(part.value)))
     yield whole
@@ -114,7 +131,7 @@ def dtype_of_operand(node: ast.AST, source: Source) -> Ways:
     q @ k -> q @ k.to(q.dtype)
     self.q_proj(x) -> self.q_proj(x.to(self.q_proj.weight.dtype))
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    if is_operation(node, ast.MatMult):
         if isinstance(node.left, ast.Name) and is_simple(node.right):
             yield [source.after(node.right, f".to({node.left.id}.dtype)")]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:

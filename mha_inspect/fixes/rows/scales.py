@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from ..grammar import Ways, row
-from ..source import Source
-from .calls import is_method, is_simple, name_of
+from ..source import Replacement, Source
+from .calls import is_method, is_operation, is_simple, name_of
 
 _SCALE = ("scale", "reference")
 _PRODUCTS = ("matmul", "bmm", "einsum")
@@ -19,7 +19,7 @@ def scale_put_in(node: ast.AST, source: Source) -> Ways:
     q @ k.mT -> q @ k.mT * q.shape[-1] ** -0.5
     torch.matmul(q, k.mT) -> torch.matmul(q, k.mT) * q.shape[-1] ** -0.5
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    if is_operation(node, ast.MatMult):
         first: ast.expr = node.left
     elif name_of(node) in _PRODUCTS and not is_method(node):
         assert isinstance(node, ast.Call)
@@ -40,12 +40,12 @@ def scale_taken_out(node: ast.AST, source: Source) -> Ways:
     scores * self.scale -> scores
     k / math.sqrt(d) -> k
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+    if is_operation(node, ast.Mult, ast.Div):
         start, _ = source.span(node.right)
         _, end = source.span(node)
         _, left = source.span(node.left)
         if source.content[left:start].strip() in (b"*", b"/"):
-            yield [type(source.after(node, ""))(left, end, "")]
+            yield [Replacement(left, end, "")]
 
 
 @row(*_SCALE)
@@ -55,14 +55,14 @@ def product_or_quotient(node: ast.AST, source: Source) -> Ways:
     scores * math.sqrt(d) -> scores / math.sqrt(d)
     scores / self.scale -> scores * self.scale
     """
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Mult, ast.Div)):
+    if not is_operation(node, ast.Mult, ast.Div):
         return
     _, start = source.span(node.left)
     end, _ = source.span(node.right)
-    between = source.content[start:end].decode()
+    between = source.text(start, end)
     sign, other = ("*", "/") if isinstance(node.op, ast.Mult) else ("/", "*")
     if between.count(sign) == 1:
-        yield [type(source.after(node, ""))(start, end, between.replace(sign, other))]
+        yield [Replacement(start, end, between.replace(sign, other))]
 
 
 @row(*_SCALE)
@@ -72,7 +72,7 @@ def power_of_scale(node: ast.AST, source: Source) -> Ways:
     self.d ** 0.5 -> self.d ** -0.5
     d ** -0.5 -> d ** 0.5
     """
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+    if is_operation(node, ast.Pow):
         code = source.code(node.right)
         if code in ("0.5", "-0.5"):
             yield [source.instead(node.right, "-0.5" if code == "0.5" else "0.5")]
@@ -90,7 +90,8 @@ def size_under_root(node: ast.AST, source: Source) -> Ways:
     size = _under_root(node, source)
     if size is None:
         return
-    sizes = [*_attributes_of_self(source), *_sizes_of_queries(source), *_quotients(source)]
+    of_module = [f"self.{name}" for name in source.attributes_of("self")]
+    sizes = [*of_module, *_sizes_of_queries(source), *_quotients(source)]
     for name in sizes:
         if name == source.code(size):
             continue
@@ -102,7 +103,7 @@ def _under_root(node: ast.AST, source: Source) -> ast.expr | None:
     if name_of(node) == "sqrt":
         assert isinstance(node, ast.Call)
         return node.args[0] if len(node.args) == 1 else None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_simple(node.left):
+    if is_operation(node, ast.Pow) and is_simple(node.left):
         return node.left if source.code(node.right) in ("0.5", "-0.5") else None
     return None
 
@@ -112,30 +113,30 @@ def _sizes_of_queries(source: Source) -> list[str]:
     names: dict[str, None] = {}
     for node in ast.walk(source.tree):
         left: ast.AST | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        if is_operation(node, ast.MatMult):
             left = node.left
         elif name_of(node) in _PRODUCTS:
             assert isinstance(node, ast.Call)
-            owner = node.func.value if is_method(node) and isinstance(node.func, ast.Attribute) else None
-            left = owner or next((given for given in node.args if isinstance(given, ast.Name)), None)
+            left = _first_factor(node)
         if isinstance(left, ast.Name):
             names[f"{left.id}.shape[-1]"] = None
     return list(names)
+
+
+def _first_factor(product: ast.Call) -> ast.AST | None:
+    """Return the left factor of a product that is a call: `q` of `q.bmm(k)`, and of `torch.bmm(q, k)`."""
+    if is_method(product) and isinstance(product.func, ast.Attribute):
+        return product.func.value
+    for given in product.args:
+        if isinstance(given, ast.Name):
+            return given
+    return None
 
 
 def _quotients(source: Source) -> list[str]:
     """Return the whole quotients that a file divides, as `dim // heads`: the width of a head is one."""
     quotients: dict[str, None] = {}
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+        if is_operation(node, ast.FloorDiv):
             quotients[source.code(node)] = None
     return list(quotients)
-
-
-def _attributes_of_self(source: Source) -> list[str]:
-    """Return the attributes that the methods of a file read from `self`, each once."""
-    names: dict[str, None] = {}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            names[f"self.{node.attr}"] = None
-    return list(names)

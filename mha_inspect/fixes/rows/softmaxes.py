@@ -6,7 +6,7 @@ import ast
 
 from ..grammar import Ways, row
 from ..source import Replacement, Source
-from .calls import argument, is_method, is_simple, name_of, number_of
+from .calls import argument, calls, is_method, is_operation, is_simple, name_of, number_of
 
 _HIDDEN = 'float("-inf")'
 
@@ -51,9 +51,8 @@ def causal_mask_put_in(node: ast.AST, source: Source) -> Ways:
     s.softmax(-1) -> s.masked_fill(torch.ones_like(s).tril() == 0, float("-inf")).softmax(-1)
     F.softmax(s, dim=-1) -> F.softmax(s.masked_fill(torch.ones_like(s).tril() == 0, float("-inf")), dim=-1)
     """
-    if name_of(node) != "softmax":
+    if not calls(node, "softmax"):
         return
-    assert isinstance(node, ast.Call)
     if is_method(node) and isinstance(node.func, ast.Attribute):
         scores = node.func.value
     elif node.args:
@@ -99,7 +98,7 @@ def mask_before_softmax(node: ast.AST, source: Source) -> Ways:
 
 def _of_function(node: ast.AST, source: Source) -> Ways:
     """Yield the mask before `F.softmax(scores)`, where its weights are multiplied by the mask."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult) or not is_simple(node.right):
+    if not is_operation(node, ast.Mult) or not is_simple(node.right):
         return
     softmax, keep = node.left, source.code(node.right)
     if name_of(softmax) != "softmax" or is_method(softmax):
@@ -113,7 +112,7 @@ def _of_function(node: ast.AST, source: Source) -> Ways:
 
 def _hidden_by(node: ast.AST, source: Source) -> str | None:
     """Return the code of what is masked out after a softmax; None if nothing is."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+    if is_operation(node, ast.Mult):
         is_masked = name_of(node.left) == "softmax" and is_method(node.left) and is_simple(node.right)
         return f"{source.code(node.right)} == 0" if is_masked else None
     softmax = _softmax_of(node)
