@@ -584,7 +584,7 @@ def _configured_plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> 
         return _ids(config.get_text_config(decoder=False), config, "key" if decodes else "query")
     if name == "decoder_input_ids":
         return _ids(config.get_text_config(decoder=True), config, "query")
-    if name in ("pixel_values", "pixel_values_videos"):
+    if name == "pixel_values":
         return _image(_vision_config(config))
     if name == "encoder_hidden_states":
         width = _first(config, "encoder_hidden_size", "hidden_size")
@@ -607,9 +607,6 @@ def _ids(text_config: Any, config: Any, length: Axis) -> Plan | None:
 
 def _waveform(config: Any, seq_len: int) -> Plan | None:
     """Return the plan of the samples of a sound; None where a model takes a spectrogram under that name."""
-    ratios = getattr(config, "upsampling_ratios", None)
-    if ratios:  # the waveform of a codec, one row per channel
-        return Plan("other", ("batch", getattr(config, "audio_channels", 1), prod(ratios) * seq_len))
     if _first(config, "num_mel_bins") is not None:
         return None
     # A waveform of as many frames as there are positions.
@@ -641,15 +638,11 @@ def _first(config: Any, *names: str) -> Any:
 
 def _vision_config(config: Any) -> Any:
     """Return the part of a configuration with the size of an image."""
-    vision = getattr(config, "vision_config", getattr(config, "image_config", config))
-    backbone = getattr(vision, "backbone_config", None)
-    if hasattr(backbone, "image_size") and not hasattr(vision, "image_size"):
-        return backbone
-    return vision
+    return getattr(config, "vision_config", config)
 
 
 def _image(config: Any) -> Plan:
-    """Return the plan of an image, `batch channels height width`, or of a video, with its frames after the batch."""
+    """Return the plan of an image, `batch channels height width`."""
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
     if isinstance(size, Mapping):
         size = (size["height"], size["width"])
@@ -659,10 +652,6 @@ def _image(config: Any) -> Plan:
         if hasattr(config, name):
             channels = int(getattr(config, name))
             break
-    if hasattr(config, "num_frames"):
-        return Plan("image", ("batch", config.num_frames, channels, height, width))
-    if hasattr(config, "tubelet_size"):
-        return Plan("image", ("batch", 8, channels, height, width))
     return Plan("image", ("batch", channels, height, width))
 
 

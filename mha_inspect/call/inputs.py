@@ -19,7 +19,7 @@ from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
-from ..making.vocabulary import Flags, Kind, dashed, flag_of
+from ..making.vocabulary import ALIASES, Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
@@ -364,8 +364,7 @@ def _missed(forward: Forward, target: Target, values: Mapping[str, Any], free: S
 
 def _is_built_causal(module: nn.Module) -> bool:
     """Return whether the constructor of a module took --causal, so that it masks by itself."""
-    switches = ("causal", "is_causal", "masked")
-    return any(getattr(module, name, False) for name in switches)
+    return any(getattr(module, name, False) for name in ALIASES["causal"])
 
 
 # -- from the options --------------------------------------------------------------------------------------------------

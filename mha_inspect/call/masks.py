@@ -21,7 +21,7 @@ from ..errors import InputError, NoMaskError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
 from ..making.target import Target
-from ..making.vocabulary import kind_of, plain
+from ..making.vocabulary import flag_of, kind_of, plain
 from ..naming.canonical import content_of
 from ..running.subject import Subject
 from ..text import printable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
 """Names of masks of scores, the most specific first."""
 _OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
-_CAUSAL = ("iscausal", "causal")
 
 
 # -- what is masked ----------------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ class _MaskArguments:
         return cls(
             of_scores=of_scores[0] if of_scores else None,
             of_keys=tuple(names[word] for word in _OF_KEYS if word in names),
-            switches=tuple(name for word, name in names.items() if word in _CAUSAL),
+            switches=tuple(name for name in forward.parameters if flag_of(name) == "causal"),
             likely=tuple(mask_arguments(forward.parameters)),
             attention_mask=names.get("attentionmask"),
         )

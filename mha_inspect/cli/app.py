@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class _Grouped:
         ctx.color = screen.in_color(sys.stdout)
         short = SHORT.get(ctx.info_name)
         if short is not None and not ctx.meta.get(_ALL):
-            formatter.write(short.text(lambda text: _bold(text, ctx)))
+            formatter.write(short.text(_described(ctx, self.get_params(ctx)), lambda text: _bold(text, ctx)))
             return
         super().format_help(ctx, formatter)  # type: ignore[misc]  # a method of the other base class
 
@@ -81,6 +82,19 @@ class _Grouped:
         """Write the examples, one per line and never wrapped, so that they can be copied."""
         lines = "".join(f"  {PROGRAM} {line}\n" for line in self.epilog.split("\n"))
         formatter.write(f"\n{_bold('Examples:', ctx)}\n{lines}")
+
+
+def _described(ctx: Any, parameters: Sequence[Any]) -> dict[str, tuple[str, str]]:
+    """Return the name of each parameter and the first sentence of its help, with its default if that is a number."""
+    described: dict[str, tuple[str, str]] = {}
+    for parameter in parameters:
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            said, _, default = record[1].partition("  [")
+            first, *_ = re.split(r"(?<=\w)\. ", said)
+            number = re.match(r"default: \(?(\d+)", default)
+            described[parameter.name] = record[0], first.rstrip(".") + (f" [{number[1]}]" if number else "")
+    return described
 
 
 def _write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
@@ -277,7 +291,9 @@ def _help(
     if topic is None:
         write(ctx.find_root().get_help() + "\n")
     elif topic in SHORT:
-        write(SHORT[topic].text())
+        group = ctx.find_root()
+        of_topic = main_command().get_command(group, topic)
+        write(typer.Context(of_topic, info_name=topic, parent=group).get_help() + "\n")
     elif topic in TOPICS:
         write(screen.markdown(manual(topic)))
     else:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks.intent import CHECKS, Intent, chosen_checks
 from ..checks.pages import claim_of, page_of
-from ..errors import ExitCode, SpecError
+from ..errors import ExitCode
 from ..render import screen
 from . import subject
 from .app import STARTED, command
-from .expected import INTENT, loaded_for, meaning_of
+from .expected import CACHE, MASK, PADDING_SIDE, REFERENCE, SCALE, WINDOW, declared_by, loaded_for
 from .help import PROGRAM
-from .options import NUMBERS, TARGET, Options, option, size
+from .options import NUMBERS, TARGET, Options, option
 from .output import checked_destination, print_and_export, write
 from .patch import patch_beside
 
@@ -34,26 +34,18 @@ PANEL = "Check"
 def check(
     options: Options,
     target: str | None = TARGET,
-    window: int | None = size(INTENT, "Sliding window: each position attends to N positions, its own included."),
-    mask: str | None = option(
-        INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
-    ),
-    padding_side: str | None = option(INTENT, "Side of the padding.", words=("left", "right"), show_default="right"),
-    cache: str | None = option(
-        INTENT,
-        "The argument that takes the cache (the forward's second output), or positions.",
-        metavar="NAME",
-    ),
-    scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
-    reference: str | None = option(
-        INTENT, "A trusted TARGET with the same arguments, as a reference.", metavar="TARGET"
-    ),
-    only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
+    window: int | None = WINDOW,
+    mask: str | None = MASK,
+    padding_side: str | None = PADDING_SIDE,
+    cache: str | None = CACHE,
+    scale: str | None = SCALE,
+    reference: str | None = REFERENCE,
+    only: list[str] | None = option(PANEL, "Run only this check. Repeatable, as --skip.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     explain: str | None = option(
         PANEL,
-        "Explain a check with an example that fails, or list all, and exit.",
+        "Explain a check, or list all. The page has an example that fails.",
         words=(*CHECKS, "all"),
         metavar="NAME|all",
     ),
@@ -71,20 +63,9 @@ def check(
         return ExitCode.OK
     wanted, unwanted = only or (), skip or ()
     chosen_checks(wanted, unwanted)
-    declared: dict[str, Any] = {
-        "causal": True if options.causal else None,
-        "window": window,
-        "padding_side": padding_side,
-        "cache": cache,
-        "batch_axis": _batch_axis(target, options),
-        "scale": scale,
-        **meaning_of(mask),
-    }
+    declared = declared_by(options, window=window, mask=mask, padding_side=padding_side, cache=cache, scale=scale)
+    declared["batch_axis"] = _batch_axis(target, options)
     Intent(**declared)
-    if padding_side is not None and mask is None:
-        raise SpecError(f"--padding-side {padding_side} needs a padding mask. Add --mask NAME=keep.")
-    if "batch" not in options.given and not options.unbatched:
-        options.batch = 2  # one item may affect the other
     subject.check(target, options, "check")
     if reference is not None:
         subject.check_target(reference, options, "check", beside_layer=True)

@@ -36,23 +36,21 @@ def compare_heads(
     target: str | None = TARGET,
     heads: str = option(
         PANEL,
-        "Head counts to compare; the first is the baseline.",
+        "Head counts to compare. The first is the baseline.",
         "",
         metavar="N,N,...",
         show_default="those of 1,2,4,8,16 that divide embed_dim",
     ),
-    steps: int | None = size(
-        PANEL, "Train each head count N steps on one task, and compare weights; 1: the first gradient."
-    ),
+    steps: int | None = size(PANEL, "Train each head count N steps on one task. With 1, compare the first gradient."),
     focus: bool = option(
         PANEL,
-        "Show the key that each head attends to most, how many keys share the weight, and their distance.",
+        "Show what each head attends to. The page has the key with the most weight, how many share it, and how far.",
         False,
     ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
         PANEL,
-        "Draw the weights of every head in full, for each head count; on a terminal in colour they are drawn small.",
+        "Draw the weights of every head in full. On a terminal in colour they are drawn small without it.",
         False,
         allow_from_autoenv=False,
     ),
@@ -92,7 +90,7 @@ def compare_heads(
                     see=partial(_keep, attended) if draws else None,
                 )
             except TargetFailedError as failed:
-                way = _counts_that_run(target, options, subjects, failed.subject)
+                way = _counts_that_run(subjects, failed.subject)
                 raise failed if not way else failed.with_way(way, is_tried=True) from failed
     drawn = _drawn(attended, is_page=is_page, asked=picture, on_terminal=on_terminal) if draws else None
     subject.print_notes(baseline.notes, options)
@@ -146,39 +144,15 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
     return subjects
 
 
-def _counts_that_run(
-    target: str | None, options: Options, subjects: Sequence[tuple[int, Subject]], failed: Subject | None
-) -> str:
-    """Return sentences with the head counts whose forward runs, where that of another one raised.
+def _counts_that_run(subjects: Sequence[tuple[int, Subject]], failed: Subject | None) -> str:
+    """Return a sentence with the head counts whose forward runs, where that of another one raised.
 
     E.g. 1 head cannot share 2 key heads, and 2, 4 and 8 can. Empty if fewer than two run.
     """
-    runs: list[int] = []
-    failing = 0
-    for count, candidate in subjects:
-        if candidate is failed:
-            failing = count
-        elif _runs(candidate):
-            runs.append(count)
+    runs = [count for count, candidate in subjects if candidate is not failed and _runs(candidate)]
     if len(runs) < 2:
         return ""
-    way = f"The target runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
-    key_heads = _key_heads(target, options, failing)
-    if key_heads and failing % key_heads:
-        rule = f"{plural(failing, 'head')}, {plural(key_heads, 'key head')}: the key heads must divide the heads."
-        return f"{rule} {way}"
-    return way
-
-
-def _key_heads(target: str | None, options: Options, count: int) -> int:
-    """Return the number of key heads with which a target is built for this number of heads; 0 if it has none."""
-    if target is None:
-        return 0
-    arguments = subject.load_target(target, subject.with_heads(options, count)).arguments
-    for name, value in arguments.items():
-        if flag_of(name) == "num_kv_heads" and isinstance(value, int):
-            return value
-    return 0
+    return f"The target runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
 
 
 def _runs(subject: Subject) -> bool:

@@ -13,7 +13,7 @@ from ..layers.catalog import LAYERS
 from ..text import shown
 from . import subject
 from .app import command
-from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, option
+from .options import FAIL_IF, NUMBERS, Options, completing, option
 from .output import checked_destination, print_and_export
 from .sides import AskedSide, checked_sides, runs
 
@@ -29,12 +29,12 @@ def _side(name: str, help: str, default: str) -> Any:
 
 
 def _settings(side: SideName) -> Any:
-    said = f"A setting or argument of the {side} side only; repeatable."
+    said = f"A setting of the {side} side only. Repeatable; an argument of TARGET too."
     return option(PANEL, said, metavar="KEY=VALUE")
 
 
 def _module(side: SideName) -> Any:
-    said = f"Compare this module of the {side} target, with the inputs it gets there."
+    said = f"Compare this module of the {side} target. The inputs are those of a run of the whole target."
     return option(PANEL, said, metavar="PATH", show_default="the whole target")
 
 
@@ -47,12 +47,12 @@ def diff(
     options: Options,
     left: str = _side(
         "[LEFT]",
-        f"A layer ({', '.join(LAYERS)}), a checkpoint, or a module of your own: {FORMS}. Importing it runs its code.",
+        "As TARGET of trace, or a file of weights. Importing it runs its code.",
         "--layer",
     ),
     right: str = _side(
         "[RIGHT]",
-        "Another layer, module of your own, or checkpoint.",
+        "Another target, or file of weights.",
         "--layer, LEFT with other settings, or per-head",
     ),
     left_set: list[str] | None = _settings("left"),

@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MhaInspectError, SpecError
 from ..text import shown
 from . import subject
-from .options import Options
+from .options import Options, option, size
 
 if TYPE_CHECKING:
     from ..running.subject import Subject
 
-INTENT = "Expected behaviour"
+_PANEL = "Expected behaviour"
+WINDOW = size(_PANEL, "Sliding window of N positions. The own position is one of them.")
+MASK = option(_PANEL, "Argument of the padding mask, and what True means.", metavar="NAME=keep|ignore")
+PADDING_SIDE = option(_PANEL, "Side of the padding.", words=("left", "right"), show_default="right")
+CACHE = option(_PANEL, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME")
+SCALE = option(_PANEL, "The expected scale of the scores.", words=("sqrt_head_dim",))
+REFERENCE = option(_PANEL, "A trusted TARGET with the same arguments.", metavar="TARGET")
 
 
-def meaning_of(mask: str | None) -> dict[str, str]:
+def declared_by(
+    options: Options,
+    *,
+    window: int | None,
+    mask: str | None,
+    padding_side: str | None,
+    cache: str | None,
+    scale: str | None,
+) -> dict[str, Any]:
+    """Return the fields of an intent that these options declare, and give a batch two items by default.
+
+    Raises `SpecError` for --padding-side without a mask.
+    """
+    if padding_side is not None and mask is None:
+        raise SpecError(f"--padding-side {padding_side} needs a padding mask. Add --mask NAME=keep.")
+    if "batch" not in options.given and not options.unbatched:
+        options.batch = 2  # one item may affect the other
+    return {
+        "causal": True if options.causal else None,
+        "window": window,
+        "padding_side": padding_side,
+        "cache": cache,
+        "scale": scale,
+        **_meaning_of(mask),
+    }
+
+
+def _meaning_of(mask: str | None) -> dict[str, str]:
     """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
     if mask is None:
         return {}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..checks.intent import Intent
 from ..errors import ExitCode, InputError, SpecError
 from ..text import shown
 from . import subject
 from .app import command
-from .expected import INTENT, meaning_of
-from .options import NUMBERS, TARGET, Options, option, size
+from .expected import CACHE, MASK, PADDING_SIDE, SCALE, WINDOW, declared_by
+from .options import NUMBERS, TARGET, Options, option
 from .output import checked_destination, print_and_export, say
 from .patch import module_of, target_of
 from .patch_file import require_writable, write_patched
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 def fix(
     options: Options,
     target: str | None = TARGET,
-    write: bool = option("Patch", "Write the patch to the file; the old file is kept as FILE.orig.", False, "--write"),
-    window: int | None = size(INTENT, "Sliding window: each position attends to N positions, its own included."),
-    mask: str | None = option(
-        INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
-    ),
-    padding_side: str | None = option(INTENT, "Side of the padding.", words=("left", "right"), show_default="right"),
-    cache: str | None = option(
-        INTENT, "The argument that takes the cache (the forward's second output), or positions.", metavar="NAME"
-    ),
-    scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
+    write: bool = option("Patch", "Write the patch to the file. The old file is kept as FILE.orig.", False, "--write"),
+    window: int | None = WINDOW,
+    mask: str | None = MASK,
+    padding_side: str | None = PADDING_SIDE,
+    cache: str | None = CACHE,
+    scale: str | None = SCALE,
 ) -> ExitCode:
     """Print a patch of the target's file with which its problems no longer occur.
 
@@ -52,19 +48,8 @@ def fix(
         raise SpecError("fix edits a file of your own: name a target in it, e.g. mha-inspect fix model.py:Attention.")
     if target.startswith("hf:"):
         raise InputError(f"{shown(target)} is built by transformers, an installed package: nothing is edited.")
-    declared: dict[str, Any] = {
-        "causal": True if options.causal else None,
-        "window": window,
-        "padding_side": padding_side,
-        "cache": cache,
-        "scale": scale,
-        **meaning_of(mask),
-    }
+    declared = declared_by(options, window=window, mask=mask, padding_side=padding_side, cache=cache, scale=scale)
     intent = Intent(**declared)
-    if padding_side is not None and mask is None:
-        raise SpecError(f"--padding-side {padding_side} needs a padding mask. Add --mask NAME=keep.")
-    if "batch" not in options.given and not options.unbatched:
-        options.batch = 2  # one item may affect the other
     subject.check(target, options, "fix")
     file = target.partition(".py")[0] + ".py" if ".py" in target else ""
     if write and file and os.path.exists(file):

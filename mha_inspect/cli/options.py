@@ -116,8 +116,8 @@ def file(panel: str, help: str, flags: str = "", unset: str | bool = True) -> An
 TARGET = typer.Argument(
     None,
     metavar="[TARGET]",
-    help=f"A module of your own: {FORMS}, or the name of a layer. Importing it runs its code. "
-    "Without it, a layer is built from the options.",
+    help="FILE[:Name], package.module:Name, hf:TYPE or a layer. Importing it runs its code. hf:DIRECTORY is a folder "
+    "of a model. Without it, a layer is built from the options.",
     show_default=False,
     rich_help_panel="Target",
 )
@@ -135,7 +135,7 @@ class Options:
     layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
     num_heads: str = option(
-        LAYER, "Number of heads; in params a list, in compare-heads the baseline.", "8", metavar="N"
+        LAYER, "Number of heads. In params a list, in compare-heads the baseline.", "8", metavar="N"
     )
     num_kv_heads: int | None = size(LAYER, "Number of key and value heads (grouped queries).", unset="num_heads")
     head_dim: int | None = size(LAYER, "Features of one head.", unset="embed_dim / num_heads")
@@ -154,7 +154,7 @@ class Options:
     train: bool = option(LAYER, "Training or inference mode.", False, "--train/--eval")
     settings: list[str] | None = option(
         LAYER,
-        "An argument of TARGET or of the layer, e.g. --set bias=false; repeatable.",
+        "An argument of TARGET or of the layer. Repeatable, e.g. --set bias=false.",
         flags="--set",
         metavar="NAME=VALUE",
     )
@@ -163,7 +163,7 @@ class Options:
     seq_len: int = size(INPUT, "Length of the query.", 12)
     key_len: int | None = size(INPUT, "Length of key and value, for cross-attention.", unset="seq_len")
     unbatched: bool = option(INPUT, "Inputs without a batch dimension.", False)
-    causal: bool = option(INPUT, "Each query attends only to keys up to its own position.", False)
+    causal: bool = option(INPUT, "No query attends to a later position.", False)
     padding: str = option(INPUT, "The last N keys are padding; a comma list has one per batch item.", "", metavar="N")
     attn_mask: Path | None = file(
         INPUT, "A .pt or .safetensors file with a boolean (True: masked out) or additive mask, 2-D or per head."
@@ -175,14 +175,18 @@ class Options:
     )
     input_shape: list[str] | None = option(
         INPUT,
-        "Shape of one argument of TARGET's forward, e.g. x=2x10x512:float32; repeatable.",
+        "Shape of an argument, as x=2x10x512:float32. Repeatable.",
         metavar="NAME=SHAPE",
     )
     dtype: str = option(INPUT, "Data type of parameters and inputs.", "float32", words=DTYPES)
     seed: int = option(INPUT, "Seed of parameters and inputs.", 0, parser=_whole_number, metavar="N")
 
     device: str = option(
-        RUN, "Device to run on.", "cpu", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)
+        RUN,
+        "cpu, cuda, cuda:N, mps, or meta for shapes alone.",
+        "cpu",
+        metavar="NAME",
+        autocompletion=completing(DEVICES),
     )
     grad: bool = option(RUN, "Whether gradients are recorded.", False)
     need_weights: bool = option(RUN, "Whether the layer returns its attention weights.", True)
@@ -194,7 +198,7 @@ class Options:
     json: bool = option(OUTPUT, "Print JSON.", False)
     export: Path | None = file(
         OUTPUT,
-        "Also write the report to a .txt, .json or .html file; a .png takes the pictures of trace and compare-heads.",
+        "Also write a .txt, .json or .html file. A .png takes the pictures of trace and compare-heads.",
         "-o --export",
     )
     quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")

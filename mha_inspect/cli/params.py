@@ -36,10 +36,10 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values")
 def params(
     options: Options,
     target: str | None = TARGET,
-    per_head: bool = option(PANEL, "Show the rows and columns of each head, found by one run.", False),
+    per_head: bool = option(PANEL, "Show the rows and columns of each head. One run finds them.", False),
     like: str | None = option(
         PANEL,
-        "Compare a checkpoint with this TARGET, built without memory: mismatches, and the purpose of each tensor.",
+        "Compare a checkpoint with this TARGET. The purpose of each tensor is that in the module.",
         metavar="TARGET",
         show_default="names and shapes only",
     ),

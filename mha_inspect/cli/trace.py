@@ -59,7 +59,9 @@ def trace(
     ),
     watch: bool = option(PANEL, "Print the page again on each save of TARGET's file, until Ctrl-C.", False),
     decode: int | None = size(
-        DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
+        DECODE,
+        "Decode the last N tokens one by one, with a cache. The stages are those of the last step.",
+        unset="one call",
     ),
     ranks: str | None = option(
         RANKS,
@@ -71,7 +73,7 @@ def trace(
     ),
     picture: str | None = option(
         PICTURE,
-        "Draw this stage, with a heat map per head, e.g. weights or weights:0,3-5.",
+        "Draw this stage, a heat map per head. E.g. weights, or weights:0,3-5 for some heads.",
         metavar="STAGE[:HEADS]",
         parser=_picture_typed,
         autocompletion=completing(STAGES),

@@ -72,10 +72,6 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     name = text.removeprefix("hf:")
     if not name:
         raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
-    if "small" in settings:
-        raise SpecError(
-            f"{flags.setting} small was removed. Give sizes, e.g. {_FEWER}, or show shapes only: --device meta."
-        )
     source = _source(transformers, name, text)
     of_config = {key: value for key, value in settings.items() if key != _ATTENTION}
     changes, left = _of_settings(source.config_class, source.values, of_config, flags.setting)

@@ -179,16 +179,10 @@ def _load_module(name: str) -> ModuleType:
 
 def _way_to_module(name: str) -> str:
     """Return a sentence on the module that a user may have meant by this name; empty if none is near."""
-    first = name.partition(".")[0]
     as_file = Path(*name.split(".")).with_suffix(".py")
     if os.path.exists(as_file):
         return f" For the file, write {shown(as_file)}:Name."
-    if first == "nn":  # as everybody imports it
-        return f" Did you mean torch.{name}?"
-    likely = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
-    if first in likely:
-        return ""
-    return did_you_mean(first, likely)
+    return did_you_mean(name.partition(".")[0], ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))])
 
 
 def _load_file(where: str) -> ModuleType:
@@ -228,14 +222,7 @@ def _load_file(where: str) -> ModuleType:
 def _no_file(where: str) -> str:
     """Return the message for a path that is not a file."""
     folder, name = os.path.dirname(where) or ".", os.path.basename(where)
-    if os.path.isdir(folder) and not os.access(folder, os.X_OK):
-        what = "cannot be read: permission denied for its folder"
-    elif os.path.isdir(where):
-        what = "is a folder"
-    elif os.path.exists(where):
-        what = "is not a file"
-    else:
-        what = "does not exist"
+    what = "is not a file" if os.path.exists(where) else "does not exist"
     near = ""
     if not os.path.exists(where):
         files = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
