@@ -398,11 +398,12 @@ def guessed_plans(
 
 def _plan_by_evidence(sizes: Sizes, name: str, plan: Plan, evidence: Evidence) -> Plan:
     """Return the plan after a use: a matrix reads the last axis of an image, a convolution its channels."""
-    if evidence.kind != "width":
-        return sizes.plan(name, evidence.kind, evidence.size, is_1d=evidence.is_1d)
-    if plan.kind == "image" and not evidence.is_1d:
-        return replace(plan, axes=("batch", *plan.axes[2:], evidence.size))
-    return sizes.plan(name, plan.kind, evidence.size, is_1d=evidence.is_1d)
+    is_last_axis_of_image = evidence.kind == "width" and plan.kind == "image" and not evidence.is_1d
+    if is_last_axis_of_image:
+        pixels = plan.axes[2:]
+        return replace(plan, axes=("batch", *pixels, evidence.size))
+    kind = plan.kind if evidence.kind == "width" else evidence.kind
+    return sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
 
 
 def _form_that_runs(

@@ -11,7 +11,7 @@ from ..errors import NoMaskError, SpecError
 from ..layers.catalog import OPTIONAL, LayerKind, find_layer
 from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
-from ..making.vocabulary import dashed
+from ..making.vocabulary import typed_as
 from ..text import did_you_mean, shown
 from . import subject
 from .options import Options, is_target, require_numbers
@@ -106,10 +106,9 @@ class AskedSide:
                 f"{did_you_mean(name, SETTINGS)}"
             )
         if name in _OF_BOTH:
-            instead = "--set unbatched=true" if name == "unbatched" else dashed(name)
             raise SpecError(
                 f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
-                f"{instead} instead."
+                f"{typed_as(name)} instead."
             )
 
 
