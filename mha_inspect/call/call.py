@@ -105,17 +105,23 @@ class Forward:
     @classmethod
     def of(cls, module: nn.Module, name: str = "") -> Forward:
         """Return the forward of a module, which has this name in messages."""
-        signature = signature_of(module.forward)
-        parameters = {n: p for n, p in signature.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        if not parameters:
-            parameters = {n: p for n, p in signature.items() if p.kind is p.VAR_POSITIONAL}
+        named: dict[str, Parameter] = {}
+        nameless: dict[str, Parameter] = {}
+        open_ended = False
+        for key, parameter in signature_of(module.forward).items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                open_ended = True
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                nameless[key] = parameter
+            else:
+                named[key] = parameter
         weights = list(module.parameters())
         dtypes = [weight.dtype for weight in weights if weight.is_floating_point()]
         return cls(
             module=module,
             label=f"{name or type(module).__name__}.forward",
-            parameters=parameters,
-            open_ended=any(p.kind is Parameter.VAR_KEYWORD for p in signature.values()),
+            parameters=named or nameless,
+            open_ended=open_ended,
             device=weights[0].device if weights else torch.device("cpu"),
             dtype=dtypes[0] if dtypes else torch.float32,
         )
@@ -194,8 +200,11 @@ class Plan:
 
     def shape(self, inputs: InputSpec) -> tuple[int, ...]:
         """Return its shape for inputs, batch first."""
-        sizes = {"batch": inputs.batch, "query": inputs.seq_len, "key": inputs.keys}
-        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.axes)
+        by_name = {"batch": inputs.batch, "query": inputs.seq_len, "key": inputs.keys}
+        sizes: list[int] = []
+        for axis in self.axes:
+            sizes.append(axis if isinstance(axis, int) else by_name[axis])
+        return tuple(sizes)
 
     @property
     def is_given(self) -> bool:

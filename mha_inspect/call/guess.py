@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
-from math import prod
 from typing import Any, Literal, get_args, get_origin, is_typeddict
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Kind, plain
-from ..text import listed, message_of
+from ..text import listed
 from .call import Axis, Forward, Plan
 from .probe import Evidence, Probed
 
@@ -26,8 +25,6 @@ _UNUSUAL = 37
 _WIDTH_NAME = re.compile("dim|hidden|width|embed|model|size|features|channels", re.IGNORECASE)
 _WIDEST, _TRIES = 1 << 14, 8
 """The largest width to try, and the number of widths, where nothing shows the width."""
-_RECURRENT = re.compile(r"must be equal to input_size. Expected (\d+), got (\d+)")
-"""What a recurrent layer says to a width that is not its own."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
@@ -158,19 +155,23 @@ class Sizes:
             return False
         return plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None
 
-    def possible_widths(self, error: Exception) -> list[int]:
-        """Return widths that the error of a run names, e.g. 4 · 8 of a view, then those among the target's settings.
+    def recurrent_widths(self) -> list[int]:
+        """Return the widths of the inputs of recurrent layers, which check them before anything is computed."""
+        return [part.input_size for part in self.target.module.modules() if isinstance(part, nn.RNNBase)]
 
-        Settings with a name of a width come first.
-        """
+    def possible_widths(self) -> list[int]:
+        """Return widths that the target's settings show: that of all heads, then those with a name of a width."""
+        heads, head_dim = self._setting("num_heads"), self._setting("head_dim")
         named: list[int] = []
+        if heads and head_dim:
+            named.append(heads * head_dim)
         unnamed: list[int] = []
         for source in self._sources():
             for name, value in source.items():
                 if type(value) is int and 1 < value <= _WIDEST:
                     group = unnamed if _WIDTH_NAME.search(name) is None else named
                     group.append(value)
-        widths = dict.fromkeys([*_widths_in(message_of(error)), *named, *unnamed])
+        widths = dict.fromkeys([*named, *unnamed])
         for unwanted in (_UNUSUAL, *self.lengths):
             widths.pop(unwanted, None)
         return list(widths)[:_TRIES]
@@ -225,24 +226,6 @@ def _lazy_layer(module: nn.Module) -> nn.Module | None:
         if any(map(is_lazy, part.parameters(recurse=False))):
             return part
     return None
-
-
-def _widths_in(message: str) -> list[int]:
-    """Return the widths that shapes in a message may mean: the products of the last two sizes, of one, and of three.
-
-    E.g. 32, 8, 320 for a view as `[2, 10, 4, 8]`.
-    """
-    shapes: list[list[int]] = []
-    for text in re.findall(r"\[([-\d, ]+)\]", message):
-        sizes = re.findall(r"-?\d+", text)
-        shapes.append([int(size) for size in sizes])
-    widths: list[int] = []
-    for count in (2, 1, 3):
-        for shape in shapes:
-            last = shape[-count:]
-            if last and min(last) > 0:
-                widths.append(prod(last))
-    return widths
 
 
 def _height_and_width(size: Any) -> tuple[int, int]:
@@ -383,7 +366,7 @@ def guessed_plans(
         if name in plans:
             plans[name] = _plan_by_evidence(sizes, name, plans[name], evidence)
     if probed.error is not None:
-        with_width = _with_width_that_runs(sizes, plans, probed.error, run)
+        with_width = _with_width_that_runs(sizes, plans, run)
         if with_width is not None:
             return with_width
     if not attempt.is_enough(names):
@@ -398,11 +381,12 @@ def guessed_plans(
 
 def _plan_by_evidence(sizes: Sizes, name: str, plan: Plan, evidence: Evidence) -> Plan:
     """Return the plan after a use: a matrix reads the last axis of an image, a convolution its channels."""
-    if evidence.kind != "width":
-        return sizes.plan(name, evidence.kind, evidence.size, is_1d=evidence.is_1d)
-    if plan.kind == "image" and not evidence.is_1d:
-        return replace(plan, axes=("batch", *plan.axes[2:], evidence.size))
-    return sizes.plan(name, plan.kind, evidence.size, is_1d=evidence.is_1d)
+    is_last_axis_of_image = evidence.kind == "width" and plan.kind == "image" and not evidence.is_1d
+    if is_last_axis_of_image:
+        pixels = plan.axes[2:]
+        return replace(plan, axes=("batch", *pixels, evidence.size))
+    kind = plan.kind if evidence.kind == "width" else evidence.kind
+    return sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
 
 
 def _form_that_runs(
@@ -506,19 +490,17 @@ def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str])
     )
 
 
-def _with_width_that_runs(
-    sizes: Sizes, plans: Mapping[str, Plan], error: Exception, run: Run
-) -> dict[str, Plan] | None:
+def _with_width_that_runs(sizes: Sizes, plans: Mapping[str, Plan], run: Run) -> dict[str, Plan] | None:
     """Return the plans with a width with which the forward runs, in place of a drawn width; None if there is none.
 
-    A recurrent layer says which width it takes.
+    Recurrent layers say which width they take.
     """
-    drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
-    widths = sizes.possible_widths(error)
-    recurrent = _RECURRENT.search(message_of(error))
-    if recurrent is not None:
-        widths = [int(recurrent[1])]
-        drawn = [name for name, plan in plans.items() if plan.axes[-1] == int(recurrent[2])]
+    widths = sizes.recurrent_widths()
+    if widths:
+        drawn = [name for name, plan in plans.items() if not plan.is_given and plan.kind not in ("ids", "image")]
+    else:
+        widths = sizes.possible_widths()
+        drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
     if not drawn:
         return None
     for width in widths:

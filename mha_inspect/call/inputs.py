@@ -19,7 +19,7 @@ from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
-from ..making.vocabulary import ALIASES, Flags, Kind, dashed, flag_of
+from ..making.vocabulary import ALIASES, Flags, Kind, flag_of, typed_as
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
@@ -67,14 +67,15 @@ def make_call(target: Target, asked: Asked) -> Call:
         if name in given:
             raise SpecError(f"--input-shape and --input (or --set) both give {name}. Drop one of the two.")
     notes = () if shapes or asked.inputs.input else sizes.lazy_note()
-    plans = _plans(sizes, _Drawing(forward, given, asked), shapes)
+    drawing = _Drawing(forward, given, asked)
+    plans = _plans(sizes, drawing, shapes)
     sequences = _sequences(plans, given)
     layout = _layout(forward, sequences, asked)
     if layout.is_assumed:
-        layout = _Drawing(forward, given, asked).layout_by_layers(plans)
+        layout = drawing.layout_by_layers(plans)
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
-    values = _Drawing(forward, given, asked).values(plans)
+    values = replace(drawing, forward=forward).values(plans)
     masks = _masks(forward, target, asked, values, notes)
     call = forward.call({**values, **masks.by_name})
     # An argument without a name comes first, then the others in the order of the signature.
@@ -133,7 +134,7 @@ def _returned_call(target: Target, asked: Asked) -> Call:
     for flag in _OF_INPUTS:
         if flag in unused:
             raise SpecError(
-                f"{shown(target.made_from)} returns its own inputs, so {dashed(flag)} does not apply. Drop it."
+                f"{shown(target.made_from)} returns its own inputs, so {typed_as(flag)} does not apply. Drop it."
             )
     args, kwargs = target.call
     call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
@@ -293,12 +294,9 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     """Return a sentence on the layout: `x is `seq batch embed`: ...`; empty if it is plain."""
     if not layout.why or not names or asked.inputs.unbatched:
         return ()
-    are_tokens = True
-    for name in names:
-        if name in plans and plans[name].kind != "ids":
-            are_tokens = False
     axes = "batch seq" if layout.batch_first else "seq batch"
-    if not are_tokens:
+    kinds = {plans[name].kind for name in names if name in plans}
+    if kinds - {"ids"}:
         axes += " embed"
     verb = "is" if len(names) == 1 else "are"
     listed = ", ".join(names)
@@ -327,13 +325,14 @@ def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, 
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
     made_masks = masks_of(forward, target, inputs, values, free)
     still_free = [name for name in free if name not in made_masks.by_name]
+    known = {**values, **made_masks.by_name}
     flags = made_masks.open_flags
-    missed = () if flags else _missed(forward, target, {**values, **made_masks.by_name}, still_free)
+    missed = () if flags else _missed(forward, target, known, still_free)
     if not flags and not missed:
         return _Masks(made_masks.by_name)
 
     def run(tried: Mapping[str, Tensor]) -> Subject:
-        call = forward.call({**values, **made_masks.by_name, **tried})
+        call = forward.call({**known, **tried})
         subject = call.of(target.module)
         return replace(subject, seed=asked.seed, grad=False)
 
@@ -347,8 +346,10 @@ def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, 
         if missed:
             return _Masks(made_masks.by_name, missed=missed)
         raise type(error)(" ".join((str(error), *notes))) from None
-    notes_of_need = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name if missed]
-    return _Masks({**made_masks.by_name, **tried.by_name}, [*notes_of_need, *tried.notes])
+    said = list(tried.notes)
+    if missed:
+        said = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name] + said
+    return _Masks({**made_masks.by_name, **tried.by_name}, said)
 
 
 def _missed(forward: Forward, target: Target, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:

@@ -181,7 +181,11 @@ class _Use:
 
 def _tensors_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the arguments of a function that are tensors, without those in lists."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+    return tensors
 
 
 class _Watch(TorchFunctionMode):

@@ -258,6 +258,7 @@ class Options:
         for name, text in self.settings_by_name().items():
             if name in SET_OF_RUN:
                 self.set(name, text)
+                self.typed |= {name}
         self.settings = [text for text in self.settings or () if text.partition("=")[0].strip() not in SET_OF_RUN]
 
     def settings_by_name(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from ..errors import NoMaskError, SpecError
 from ..layers.catalog import OPTIONAL, LayerKind, find_layer
 from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
-from ..making.vocabulary import dashed
+from ..making.vocabulary import typed_as
 from ..text import did_you_mean, shown
 from . import subject
 from .options import Options, is_target, require_numbers
@@ -106,10 +106,9 @@ class AskedSide:
                 f"{did_you_mean(name, SETTINGS)}"
             )
         if name in _OF_BOTH:
-            instead = "--set unbatched=true" if name == "unbatched" else dashed(name)
             raise SpecError(
                 f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
-                f"{instead} instead."
+                f"{typed_as(name)} instead."
             )
 
 
@@ -183,19 +182,10 @@ def require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
     right_rows = right.spec.num_heads * right_dim
     if left_rows != right_rows:
         raise SpecError(
-            f"head_dim is {left_dim} on the left{_why_head_dim(left.kind)} and {right_dim} on the right"
-            f"{_why_head_dim(right.kind)}: W_q would have {left_rows} rows and {right_rows}. "
+            f"head_dim is {left_dim} on the left and {right_dim} on the right: W_q would have {left_rows} rows and "
+            f"{right_rows}. "
             f"Both sides need the same weights. Try --set head_dim={min(left_dim, right_dim)}."
         )
-
-
-def _why_head_dim(kind: LayerKind) -> str:
-    """Return why a layer has its head_dim, in brackets; empty for a layer that takes another."""
-    if kind.whole_heads:
-        return f" ({kind.name}: each head has the whole embed_dim)"
-    if "head_dim" not in kind.takes:
-        return f" ({kind.name} has no other head_dim)"
-    return ""
 
 
 def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:

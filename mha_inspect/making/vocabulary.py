@@ -84,6 +84,11 @@ def dashed(flag: str) -> str:
     return f"--{flag.replace('_', '-')}"
 
 
+def typed_as(setting: str) -> str:
+    """Return how the user types a setting: `--batch`, or `--set unbatched` for one without an option of its own."""
+    return f"--set {setting}" if setting in SET_OF_RUN else dashed(setting)
+
+
 def origin_of(flag: str) -> str:
     """Return where the value of a flag comes from, as the user reads it: the option, or a default."""
     return "default" if flag in SET_BY_NAME else dashed(flag)
