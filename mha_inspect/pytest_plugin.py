@@ -170,7 +170,7 @@ def _answer(kind: type, call: _Call, test: str, seconds: float) -> Answer:
         fix = f" Fix: {finding.fix}" if finding.fix else ""
         lines.append(f"{finding.check}: {finding.sentence}{where}{fix}")
     if patch is not None:
-        lines += ["fix: with it no check fails", *patch.splitlines()]
+        lines += ["fix: a patch that was run: no check fails with it", *patch.splitlines()]
     return Answer(name, test, report.ok, tuple(lines))
 
 

@@ -40,7 +40,7 @@ def findings_sections(findings: Sequence[Finding]) -> Iterator[Section]:
 def patch_sections(patch: str | None) -> Iterator[Section]:
     """Yield the section of a patch that was run; none without a patch."""
     if patch is not None:
-        yield section("fix", Verbatim(tuple(patch.splitlines())), detail="with it no check fails")
+        yield section("fix", Verbatim(tuple(patch.splitlines())), detail="a patch that was run: no check fails with it")
 
 
 def _sections(report: CheckReport) -> Iterator[Section]:

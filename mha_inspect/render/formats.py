@@ -116,7 +116,8 @@ def _lines(block: Block) -> Iterator[str]:
     elif isinstance(block, Paragraph):
         yield block.text
     else:
-        yield "  ".join(filter(None, (block.title, block.shape, block.axes)))
+        if block.has_heading:
+            yield "  ".join(filter(None, (block.title, block.shape, block.axes)))
         yield from block.lines
 
 

@@ -128,11 +128,16 @@ def _block(block: Block) -> Iterator[str]:
     elif isinstance(block, Paragraph):
         yield _element("p", escape(block.text), block.tone)
     else:
-        shape = _coloured(block.shape, "shape", block.axes)
-        axes = _coloured(block.axes, "axes", "")
-        lines = "\n".join(block.lines)
-        yield f"<h3>{escape(block.title)} <span>{shape} {axes}</span></h3>"
-        yield f'<div class="scroll"><pre>{escape(lines)}</pre></div>'
+        if block.has_heading:
+            shape = _coloured(block.shape, "shape", block.axes)
+            axes = _coloured(block.axes, "axes", "")
+            yield f"<h3>{escape(block.title)} <span>{shape} {axes}</span></h3>"
+        lines = "\n".join([_line(line, block.tone_of(line)) for line in block.lines])
+        yield f'<div class="scroll"><pre>{lines}</pre></div>'
+
+
+def _line(line: str, tone: Tone) -> str:
+    return _element("span", escape(line), tone) if tone else escape(line)
 
 
 def _facts(facts: Facts) -> str:

@@ -107,12 +107,24 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Preformatted text: the content of a tensor."""
+    """Preformatted text: the content of a tensor, or a patch."""
 
     lines: tuple[str, ...]
     title: str = ""
     shape: str = ""
     axes: str = ""
+
+    @property
+    def has_heading(self) -> bool:
+        """Whether a line is above the text."""
+        return bool(self.title or self.shape or self.axes)
+
+    def tone_of(self, line: str) -> Tone:
+        """Return the tone of a line of a patch: of what it takes out or puts in; empty for other lines."""
+        if self.has_heading or line.startswith(("---", "+++")):
+            return ""
+        tones: dict[str, Tone] = {"-": "bad", "+": "good"}
+        return tones.get(line[:1], "")
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim

@@ -476,10 +476,13 @@ def _styled(content: str, tone: Tone, axes: str) -> Text:
 
 
 def _verbatim(block: Verbatim) -> Iterator[RenderableType]:
-    heading = Text().append(block.title, "bold")
-    if block.shape:
-        heading.append("  ").append_text(_styled(block.shape, "shape", block.axes))
-    if block.axes:
-        heading.append("  ").append_text(_styled(block.axes, "axes", ""))
-    yield heading
-    yield from (Text(line, overflow="fold") for line in block.lines)
+    if block.has_heading:
+        heading = Text().append(block.title, "bold")
+        if block.shape:
+            heading.append("  ").append_text(_styled(block.shape, "shape", block.axes))
+        if block.axes:
+            heading.append("  ").append_text(_styled(block.axes, "axes", ""))
+        yield heading
+    for line in block.lines:
+        style = STYLES.get(block.tone_of(line), "")
+        yield Text(line, style, overflow="fold")

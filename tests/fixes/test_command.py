@@ -76,7 +76,7 @@ def test_json_has_the_patch(invoke: Callable[..., Any], file: Path) -> None:
 @pytest.mark.parametrize("command", [["check"], ["trace"]])
 def test_the_patch_stands_in_the_page(invoke: Callable[..., Any], file: Path, command: list[str]) -> None:
     out = invoke(*command, file.name).out
-    assert "fix: with it no check fails" in out
+    assert "fix: a patch that was run: no check fails with it" in out
     assert "+        weights = scores.softmax(-1)" in out
     data = json.loads(invoke(*command, file.name, "--json").out)
     assert "+        weights = scores.softmax(-1)" in data["patch"].splitlines()
