@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..running.subject import Subject
 
 
+_LEAST = 3.0
+"""Seconds that a search beside a page may always take: else what is found for a small module depends on the load."""
+
+
 def module_of(target: str) -> ModuleType:
     """Return the module that a target names. Raises `InputError` for a target of an installed package."""
     from ..fixes.loading import is_own
@@ -47,9 +51,9 @@ def _loaded(where: str) -> ModuleType | None:
 
 
 def patch_beside(target: str | None, options: Options, intent: Intent, began: float) -> str | None:
-    """Return a patch of the target's own file that is found within the time since a page began; None without one.
+    """Return a patch of the target's own file that is found in the time that a page took, or in a few seconds.
 
-    The page has been made, so the file is imported. Files of installed packages have none.
+    None without one. The page has been made, so the file is imported. Files of installed packages have none.
     """
     if target is None or target.startswith("hf:") or ".py" not in target:
         return None
@@ -65,7 +69,8 @@ def patch_beside(target: str | None, options: Options, intent: Intent, began: fl
         module = module_of(target)
     except InputError:
         return None
-    return patch_in_time(replace(made, module=module, deadline=Deadline(now + (now - began))))
+    time_left = max(now - began, _LEAST)
+    return patch_in_time(replace(made, module=module, deadline=Deadline(now + time_left)))
 
 
 def target_of(target: str, options: Options, intent: Intent) -> Target:

@@ -139,7 +139,7 @@ def uneven(width: int, heads: int, asked: str = "") -> Edit:
 
 
 def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
-    """Yield a view with one other size, with which it keeps those of its operand, or splits the last of them in two."""
+    """Yield a view with one other size: it keeps those of its operand, splits the last in two, or joins the last."""
     if -1 in sizes or prod(sizes) == prod(x.shape) or facts.fractions_of_view:
         return
     if sizes[:-2] == x.shape[:-1]:
@@ -151,7 +151,8 @@ def _other_size(facts: Facts, x: Operand, sizes: Shape) -> Iterator[Edit]:
         right = with_size(sizes, place, prod(x.shape) // rest)
         keeps = [number for number in right if number != 1] == [number for number in x.shape if number != 1]
         splits = right[:-2] == x.shape[:-1] != sizes[:-2]
-        if keeps or splits:
+        joins = place == len(right) - 1 and right[:-1] == x.shape[:place] and place < len(x.shape) - 1
+        if keeps or splits or joins:
             if right == x.shape:
                 return  # a view that changes nothing: what it should make is unknown
             what = f"{x.is_shape}; {text.shape(sizes)} has {size} in the place of {right[place]}."

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ class Screen:
         self.child, self.stream = pty.fork()
         if self.child == 0:
             os.chdir(folder)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.environ.update(COLUMNS="100", LINES="40", TERM="xterm", NO_COLOR="1")
             os.execv(sys.executable, [sys.executable, "-m", "mha_inspect", *words])
 

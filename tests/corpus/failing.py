@@ -350,6 +350,14 @@ def _(x: Tensor, mask: Tensor, q: nn.Module, k: nn.Module) -> Tensor:
     return (split(q(x), 4) @ split(k(x)[:, -6:], 4).mT).masked_fill(~mask, float("-inf"))
 
 
+@body("joined to the width of the input", "view_sizes", floats(3, 7, 10), parts={"qkv": linear(10, 72)}, fix=("24",))
+def _(x: Tensor, qkv: nn.Module) -> Tensor:
+    batch, tokens, width = x.shape
+    q, k, v = qkv(x).view(batch, tokens, 4, 18).transpose(1, 2).chunk(3, -1)
+    values = ((q @ k.mT / 6**0.5).softmax(-1) @ v).transpose(1, 2)
+    return values.reshape(batch, tokens, width)
+
+
 @body("a number that half precision lacks", "number_too_large", TOKENS.half(), ints(3, 1, 1, 12).half(),
       parts={"q": lambda: nn.Linear(32, 32).half()}, fix=("torch.finfo(scores.dtype).min",))  # fmt: skip
 def _(x: Tensor, m: Tensor, q: nn.Module) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, Steps, before, fused, future, halves, repeated
+from .planted import CAUSAL, SCALE, B, Case, D, E, H, N, Right, Steps, before, fused, future, halves, repeated, scaled
 
 # -- heads -------------------------------------------------------------------------------------------------------------
 
@@ -480,6 +480,25 @@ class Pools(nn.Module):
 
 
 CASES += [
+    Case("LogarithmsForWeights", "softmax", {"weigh": lambda m, s: s.log_softmax(-1)}, {}, in_trace=True),
+    Case(
+        "ScaledBeforeTheKernelToo",
+        "scale",
+        {"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q / D**0.5, k, v)},
+        {"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v)},
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    ),
+    Case(
+        "NegativeScale",
+        "scale",
+        scaled(lambda q, k: q @ k.mT / -(D**0.5)),
+        scaled(lambda q, k: q @ k.mT * D**-0.5),
+        suspected=True,
+        in_trace=True,
+        asked=False,
+    ),
     Case("SoftmaxOfOneScore", "softmax", partial(Pools, -1), partial(Pools, 1), in_trace=True, asked=False),
     Case("MeanOfItemsSubtracted", "batch", {"leave": lambda m, x: m.o(x - x.mean(0, keepdim=True))}),
 ]

@@ -83,18 +83,20 @@ def _other_scale(attention: Attention, names: AxisNames, unless: str, more: str,
 
 
 def _is_mistaken(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:
-    """Return whether a dot product of queries and keys has no scale or a usual mistaken one, and no norm before it."""
+    """Return whether a dot product has no scale, a negative or a usual mistaken one, and no norm before it."""
     if not attention.is_dot or attention.weighing or names.head_dim < 2:
         return False
     expected, *mistaken = _usual_scales(attention, names).values()
     if _is_scaled_by(attention, expected):
         return False
-    if not any(_is_scaled_by(attention, scale) for scale in (*mistaken, 1.0)):
+    is_negative = attention.scale is not None and attention.scale < 0
+    is_usual = any(_is_scaled_by(attention, scale) for scale in (*mistaken, 1.0))
+    if not is_usual and not is_negative:
         return False
-    return _has_no_norm(evidence, attention) and _keeps_sizes(evidence, attention)
+    return _has_no_norm(evidence, attention) and _keeps_sizes(evidence, attention, names)
 
 
-def _keeps_sizes(evidence: Evidence, attention: Attention) -> bool:
+def _keeps_sizes(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:
     """Return whether queries and keys are as large in the product as after their projection; True if it is unknown.
 
     A rotation keeps their size; a product with other numbers, or a gain, is a scale of its own.
@@ -112,7 +114,10 @@ def _keeps_sizes(evidence: Evidence, attention: Attention) -> bool:
         if projected is None or multiplied is None or multiplied.numel() % projected.numel():
             continue  # e.g. packed with others
         change *= _size(multiplied) / max(_size(projected), 1e-30)
-    return abs(change - 1) < 0.01
+    if _is_scaled_by(attention, 1 / names.head_dim):
+        # The scale once before the product, and again in it.
+        return math.isclose(change, 1, rel_tol=0.01) or math.isclose(change, names.head_dim**-0.5, rel_tol=0.01)
+    return math.isclose(change, 1, rel_tol=0.01)
 
 
 def _size(numbers: Tensor) -> float:

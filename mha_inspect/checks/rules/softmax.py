@@ -103,6 +103,9 @@ def _softmax(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
     if attention.divided is not None and attention.average_of_ones is not None:
         yield _other_sum(attention.divided, *attention.average_of_ones)
         return
+    if any(op.base_name == "_log_softmax" for op in attention.weighing):
+        yield _logarithms(attention)
+        return
     if not _is_plain(evidence, attention):
         raise NotHereError
     final = _averaging(evidence, attention)
@@ -110,6 +113,17 @@ def _softmax(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
     if not sums.numel() or final.keys < 2 or _are_one(sums):
         return
     yield _unlike_one(evidence, attention, names, final, sums)
+
+
+def _logarithms(attention: Attention) -> Finding:
+    return Finding(
+        "softmax",
+        "The weights are logarithms: log_softmax stands in the place of softmax.",
+        "Logarithms of weights are 0 or less, and do not sum to 1.",
+        source=attention.weighing[0].source,
+        module=attention.module,
+        fix="Use softmax(dim=-1).",
+    )
 
 
 def _is_plain(evidence: Evidence, attention: Attention) -> bool:
