@@ -40,7 +40,6 @@ GONE = {
     "--unbatched": "write --set unbatched=true.",
     "--color": "set the variable FORCE_COLOR=1 or NO_COLOR=1.",
     "--plain": "a pipe gets plain text, and -o FILE.txt writes it.",
-    "--cost": "--ops shows the bytes and FLOPs of stages, and --json has them.",
     "trace --cache": "the argument of the cache is found.",
     "trace --positions": "an argument of positions is found.",
     "trace --fail-if": "mha-inspect check exits with 1 if a check fails.",

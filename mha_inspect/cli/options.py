@@ -192,7 +192,9 @@ class Options:
     need_weights: bool = option(RUN, "Whether the layer returns its attention weights.", True)
     average_weights: bool = option(RUN, "Whether returned weights are averaged over heads.", True)
 
-    ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched, and what each stage takes.", False)
+    ops: bool = option(
+        OUTPUT, "List every operation that PyTorch dispatched, and what each stage takes.", False, "--cost --ops"
+    )
     stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
     values: bool = option(OUTPUT, "Print the tensors.", False)
     json: bool = option(OUTPUT, "Print JSON.", False)
