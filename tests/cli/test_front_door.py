@@ -148,7 +148,7 @@ def test_a_notebook_is_told_how_it_is_done_in_one(here: Path, invoke: Program) -
 
 
 def test_what_scores_take_is_said_before_anything_runs(here: Path, invoke: Program) -> None:
-    answer = invoke("torch", "--seq-len", "1000000")
+    answer = invoke("torch", "--seq-len", "1000000", "--embed-dim", "8", "--num-heads", "1")
     assert answer.code == 3
     first, second = (line for line in answer.err.splitlines() if "seconds so far" not in line)
     assert "those of one head, 1000000 × 1000000, take 3.6 TiB" in first
