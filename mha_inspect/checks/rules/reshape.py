@@ -10,6 +10,7 @@ from operator import mul
 
 import numpy as np
 
+from ...graph.rerun import between
 from ...record.ops import Op
 from ...reports.check import Finding
 from ...running.subject import Run
@@ -115,13 +116,19 @@ def _cuts(sizes: Sequence[int]) -> list[int]:
 
 
 def _is_shift(run: Run, op: Op) -> bool:
-    """Return whether the reshape is between the queries and the weights of an attention."""
+    """Return whether the reshape is between the queries, or a product of them with distances, and the weights."""
+    graph = run.graph
     for attention, _ in run.attentions:
-        queries = attention.stages.get("q_heads")
-        if queries is None:
+        if not graph.leads_to(op.output, attention.stages["weights"]):
             continue
-        comes_from_queries = run.graph.leads_to(queries, op.output)
-        if comes_from_queries and run.graph.leads_to(op.output, attention.stages["weights"]):
+        if graph.leads_to(attention.value_product.op.output, op.output):
+            continue
+        queries = attention.stages.get("q_heads")
+        if queries is not None and graph.leads_to(queries, op.output):
+            return True
+        # Queries with a bias of their own for distances are no stage.
+        steps = between(run.recording, set(run.recording.input_ids), op.output)
+        if any(step.does("product") and not graph.is_projection(step) for step in steps):
             return True
     return False
 
