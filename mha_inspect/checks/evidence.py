@@ -140,7 +140,7 @@ class Evidence:
     def sights(self) -> tuple[SeenKeys, ...]:
         """The visible keys of each attention; those of equal code have the same in one run."""
         groups = self._groups if self.once else ()
-        return sights_of(self.run, partial(first_key, self), self.padded, groups)
+        return sights_of(self, partial(first_key, self), self.padded, groups)
 
     def sight_of(self, attention: Attention) -> SeenKeys | None:
         """Return the visible keys of an attention; None if its weights are unknown."""
@@ -172,7 +172,7 @@ class Evidence:
         """Return who sees whom in each attention over all tokens, `batch query key`, where no token is padding."""
         shape = (source.rows, source.length, source.length)
         seen = []
-        for sight in sights_of(self.run, partial(first_key, self)):
+        for sight in sights_of(self, partial(first_key, self)):
             if sight.seen.shape == shape:
                 seen.append(sight.seen)
         return seen

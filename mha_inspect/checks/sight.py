@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..compare.replay import LostError, Recorded, again
+from ..compare.replay import content_of as value_of
 from ..graph.attention import Attention
 from ..graph.rerun import between
 from ..naming.axes import AxisNames
@@ -27,7 +29,7 @@ _HEAVY = 1e-3
 
 
 def sights_of(
-    run: Run,
+    recorded: Recorded,
     first_key: Callable[[Attention, AxisNames], int | None],
     padded: Tensor | None = None,
     groups: Sequence[Sequence[Named]] = (),
@@ -38,6 +40,7 @@ def sights_of(
     `batch position`, True at padding, whose queries may see anything. The first attention of a group shows what all of
     it see.
     """
+    run = recorded.run
     shown_by: dict[int, Named] = {}
     for group in groups:
         for attention, _ in group:
@@ -47,7 +50,7 @@ def sights_of(
     for attention, names in run.attentions:
         first, names_of_first = shown_by.get(id(attention), (attention, names))
         if id(first) not in first_sights:
-            first_sights[id(first)] = _sight_of(run, first, names_of_first, first_key, padded)
+            first_sights[id(first)] = _sight_of(recorded, first, names_of_first, first_key, padded)
         sight = first_sights[id(first)]
         if sight is not None:
             sights.append(sight if attention is first else _of_another(run, sight, attention))
@@ -60,14 +63,15 @@ def _of_another(run: Run, sight: SeenKeys, attention: Attention) -> SeenKeys:
 
 
 def _sight_of(
-    run: Run,
+    recorded: Recorded,
     attention: Attention,
     names: AxisNames,
     first_key: Callable[[Attention, AxisNames], int | None],
     padded: Tensor | None,
 ) -> SeenKeys | None:
     """Return the visible keys of an attention; None if its weights are unknown."""
-    weighing = _weighing(run, attention, names)
+    run = recorded.run
+    weighing = _weighing(recorded, attention, names)
     if weighing is None:
         return None
     queries, keys = weighing.weights.shape[-2:]
@@ -129,11 +133,15 @@ class _Weighing:
     """The largest weight that a mask of finite numbers left to a key, too small to change a sum."""
 
 
-def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | None:
+def _weighing(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
     """Return the weights of an attention by which it is seen who sees whom; None if they are unknown."""
+    run = recorded.run
     weights = _content(run, attention, names, "weights")
     if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
         return None
+    of_equal_scores = _weights_of_equal_scores(recorded, attention, names)
+    if of_equal_scores is not None and not bool((weights[of_equal_scores == 0] != 0).any()):
+        return _Weighing(of_equal_scores, torch.zeros_like(weights))
     scores = _content(run, attention, names, "masked_scores")
     zeroed = _zeroed_after_softmax(run, attention, names)
     if zeroed is not None and zeroed.shape == weights.shape:
@@ -282,6 +290,23 @@ def _masked_by_a_number(weights: Tensor, scores: Tensor, lowered: Tensor) -> Ten
     filled, added = scores[is_faint], lowered[is_faint]
     is_one_number = bool((filled == filled[0]).all()) or bool(torch.isclose(added, added[0]).all())
     return is_faint if is_one_number else torch.zeros_like(is_faint)
+
+
+def _weights_of_equal_scores(recorded: Recorded, attention: Attention, names: AxisNames) -> Tensor | None:
+    """Return the weights if all scores were 1, `batch heads query key`; None with a softmax, or if they are unknown.
+
+    A weight that is made of a score without a softmax may be 0 because of the score: `relu(scores).tril()`. Of equal
+    scores a mask alone makes it 0.
+    """
+    scores, weights = attention.stages.get("scores"), attention.stages.get("weights")
+    if not attention.weighing or attention.branches or scores is None or weights is None:
+        return None
+    try:
+        value = again(recorded, scores, torch.ones_like(value_of(recorded, scores)), weights)
+    except LostError:
+        return None
+    sizes = sizes_in(attention, names, "weights")
+    return canonical(value, "weights", names.of_stage("weights"), sizes, names.head_order)
 
 
 def _zeroed_after_softmax(run: Run, attention: Attention, names: AxisNames) -> Tensor | None:

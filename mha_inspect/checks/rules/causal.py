@@ -22,7 +22,7 @@ from ..factors import SIDES, Factor
 from ..registry import rule
 from ..seen_keys import SeenKeys
 
-_CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
+_CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)(?<!Anti)Causal")
 """The name of a class that should be causal."""
 _CAUSAL_FLAGS = ("is_causal", "causal")
 """Arguments and attributes that say whether attention is causal."""
@@ -124,13 +124,12 @@ def _causal_sequence(evidence: Evidence) -> Sequence[SeenKeys]:
 
 
 def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:
-    """Return whether an attention over more or other positions than the output has leaves the outputs in order.
+    """Return whether the outputs are in order although an attention sees later tokens.
 
-    Learned tokens before the sequence, and an image before a text, may see each other: no output sees a later token.
+    Learned tokens before the sequence, and an image before a text, may see each other. What is seen too early may also
+    be multiplied by 0 afterwards.
     """
-    if not sight.sees_future or sight.queries == evidence.source.length:
-        return False
-    return _is_causal_by_outputs(evidence)
+    return sight.sees_future and _is_causal_by_outputs(evidence)
 
 
 # -- outputs that depend on the future --------------------------------------------------------------------------------
@@ -300,9 +299,16 @@ def _not_as_called(evidence: Evidence) -> Finding | None:
         finding = against_causal(sight, evidence.intent.window or sight.width)
         if finding is None or _is_causal_by_outputs(evidence):
             continue
-        sure = bool(by_argument) or is_named  # an attribute may be for another kernel
-        return replace(finding, evidence=f"{finding.evidence} A causal mask is expected: {reasons[0]}.", sure=sure)
+        # An attribute may be for another kernel, and a class may be called BlockCausal.
+        is_sure = bool(by_argument) or (is_named and _lacks_its_mask(sight))
+        proof = f"{finding.evidence} A causal mask is expected: {reasons[0]}."
+        return replace(finding, evidence=proof, sure=finding.sure and is_sure)
     return None
+
+
+def _lacks_its_mask(sight: SeenKeys) -> bool:
+    """Return whether all heads see all keys, or their mask is a causal one but for one mistake."""
+    return not sight.heads_differ and (sight.open or bool(sight.almost_causal))
 
 
 def _is_called_causal(part: nn.Module) -> bool:
@@ -316,14 +322,15 @@ def _flags_of(part: nn.Module) -> list[str]:
 
 
 def _is_causal_by_outputs(evidence: Evidence) -> bool:
-    """Return whether tokens were changed and no output before them was: e.g. keys are made of earlier tokens."""
+    """Return whether tokens were changed, and outputs after them changed and none before them did.
+
+    So it is where keys are made of earlier tokens.
+    """
     if not evidence.follows or not evidence.reach:
         return False
-    return not any(_changes_earlier(changed, token) for token, changed in evidence.reach.items())
-
-
-def _changes_earlier(changed: Tensor, token: int) -> bool:
-    return bool((changed[0, :token] > 0).any())
+    changes = [(changed[0] > 0).nonzero().flatten() - token for token, changed in evidence.reach.items()]
+    distances = torch.cat(changes)
+    return bool((distances > 0).any()) and not bool((distances < 0).any())
 
 
 def _almost_causal(evidence: Evidence) -> Finding | None:
