@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...compare.replay import LostError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...naming.canonical import content_of
 from ...reports.check import Finding
 from ...text import listed
 from ..causal_masks import against_causal
@@ -165,6 +166,9 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         return ordered
     if not any(sight.is_causal for sight in evidence.sights):
         return _from_the_future(change.proof)
+    moved = _moved_tokens(evidence)
+    if moved is not None:
+        return moved
     if _are_in_order(evidence):
         return _beside_weights(change.proof)
     return _beside_weights_or_in_other_order(change.proof)
@@ -244,6 +248,40 @@ def _other_order(evidence: Evidence) -> Finding | None:
 def _are_in_order(evidence: Evidence) -> bool:
     """Return whether queries, keys and values are known to be in one order in every causal attention."""
     return all(rows is not None and _is_one_row(rows) for _, rows in _rows_of_last_tokens(evidence))
+
+
+def _moved_tokens(evidence: Evidence) -> Finding | None:
+    """Return a finding if the first causal attention has the last token of the input in another row than the last."""
+    length = evidence.source.length
+    for sight in evidence.sights:
+        if not sight.is_causal or sight.queries != length:
+            continue
+        row = _row_of_last_token(evidence, sight)
+        if row is None or row == length - 1:
+            return None
+        return sight.finding(
+            "causal",
+            "The causal mask is laid over tokens in another order, e.g. rolled or flipped ones.",
+            f"The last token is query {row} of {length}, so what the mask takes for later tokens are others.",
+            "Put the tokens in their order before the mask, and move what is put back after it.",
+        )
+    return None
+
+
+def _row_of_last_token(evidence: Evidence, sight: SeenKeys) -> int | None:
+    """Return the only query that changes with the last token of item 0; None if several do, or it is unknown."""
+    other = evidence.with_arguments(evidence.source.others(evidence.source.length - 1))
+    contents = []
+    for run in (evidence.run, other.run):
+        for attention, names in run.attentions[:1]:
+            contents.append(content_of(run, attention, names, "q_heads"))
+    if evidence.run.attentions[0][0] is not sight.attention or len(contents) < 2:
+        return None
+    before, after = contents
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    rows: list[int] = (before != after)[0].any(-1).any(0).nonzero().flatten().tolist()
+    return rows[0] if len(rows) == 1 else None
 
 
 def _is_one_row(rows: dict[str, int]) -> bool:
