@@ -230,9 +230,9 @@ class SeenKeys:
         past = (self.distance >= 0) & self.visible
         seen_by_all = (self.pairs | ~past).all(0)  # key
         is_sink = seen_by_all.long().cumprod(0).bool()[None]
-        seen = self.distance[past & ~is_sink & self.pairs]
-        hidden = self.distance[past & ~is_sink & ~self.pairs].unique()
-        return len(hidden) > 1 and not bool(torch.isin(seen, hidden).any())
+        seen = set(self.distance[past & ~is_sink & self.pairs].tolist())
+        hidden = set(self.distance[past & ~is_sink & ~self.pairs].tolist())
+        return len(hidden) > 1 and not seen & hidden
 
     @property
     def hides_itself(self) -> Tensor:

@@ -218,6 +218,8 @@ def _order(sizes: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None
         return None
     by_exchanges: dict[int, list[tuple[int, ...]]] = {}
     for order in permutations(range(len(sizes))):
+        if sizes[0] == other[0] and order[0]:
+            continue  # the batch stays in front
         ordered = [sizes[dim] for dim in order]
         if _keeps_whole(ordered, other):
             exchanged = sum(left > right for left, right in combinations(order, 2))
