@@ -123,6 +123,26 @@ def test_what_each_item_has_in_a_dict_is_no_place_in_the_batch() -> None:
     assert checked(module, torch.randn(2, 12, 32), {"shift": torch.randn(2, 12, 32)}).findings == ()
 
 
+class AttentionFree(Right):
+    """AFT (Zhai et al. 2021): an average of the values with weights exp(w + k), times a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k: q @ k.mT)
+        self.w = nn.Parameter(torch.randn(12, 12) / 10)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        far, near = self.w.exp().tril(), self.k(x).exp()
+        return self.out(self.q(x).sigmoid() * (far @ (near * self.v(x))) / (far @ near))
+
+
+def test_the_values_of_a_gated_average_are_averaged() -> None:
+    report = checked(AttentionFree(), causal=True)
+    assert report.findings == ()
+    weights, seen = (fact.sentence for fact in report.facts if fact.name in ("weights", "who sees whom"))
+    assert weights.endswith("sum to 1, times a gate")
+    assert seen == "causal"
+
+
 class Stripes(Right):
     """Attention over stripes that are no tokens, put back by the opposite reshape."""
 
