@@ -124,7 +124,7 @@ class LinearWeights:
 
     @cached_property
     def is_gated(self) -> bool:
-        """Whether the sums are the numbers of a tensor of the run: an average is multiplied by it, e.g. by a sigmoid."""
+        """Whether the sums are the numbers of a tensor of the run, which multiplies an average, e.g. a sigmoid."""
         sums = self.sums.flatten().sort().values
         for op in self.recorded.run.recording.ops:
             if not op.outputs or op.output.numel != sums.numel():

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..reports.check import Fact, Finding
 from ..text import shortened, spans
 from .arguments import Source
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence
+from .lab import NotPossibleError
 from .rules.masking import masks_everything, weak_masks
 from .rules.softmax import softmax
 from .seen_keys import SeenKeys

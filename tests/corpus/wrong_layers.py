@@ -350,7 +350,7 @@ class Reversible(Right):
 
 
 class OfSmallMatrices(Right):
-    """One small matrix a head, in a list that the module knows or does not know; a frozen teacher is kept in another."""
+    """One small matrix a head, in a list that the module knows or not; a frozen teacher is kept in another."""
 
     def __init__(self, hold: Callable[[list[nn.Linear]], Any]) -> None:
         super().__init__()

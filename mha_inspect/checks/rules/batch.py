@@ -23,9 +23,10 @@ from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ...text import plural
 from ..arguments import Source, batch_axis_of
-from ..evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from ..evidence import OTHER_SIZES, Evidence
 from ..exchanged_axes import way_out
 from ..given import of_other_items
+from ..lab import NotPossibleError, RaisedError
 from ..registry import rule
 
 _MIXED = "Changing one batch item changes the output of another."
@@ -387,8 +388,8 @@ def _line_of_mixed_items(evidence: Evidence, place: int) -> str:
     if source.batch != 0 or source.rows < 2:
         return ""
     with suppress(RaisedError):
-        first, (changed, _) = evidence.run.recording, evidence.recorded(source.others(place))
-        second = changed.recording
+        first = evidence.run.recording
+        second = evidence.with_arguments(source.others(place)).run.recording
         if [op.name for op in first.ops] != [op.name for op in second.ops]:
             return ""
         for op, repeated in zip(first.ops, second.ops, strict=True):

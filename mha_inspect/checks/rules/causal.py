@@ -18,8 +18,9 @@ from ...naming.canonical import content_of
 from ...reports.check import Finding
 from ...text import listed
 from ..causal_masks import against_causal
-from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..evidence import Evidence
 from ..factors import SIDES, Factor
+from ..lab import NotPossibleError, UndeclaredError
 from ..registry import rule
 from ..seen_keys import SeenKeys
 

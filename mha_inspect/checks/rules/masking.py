@@ -20,8 +20,9 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from ...text import spans
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..inverted import inverted_padding
+from ..lab import NotPossibleError
 from ..ladders import slopes_off, slopes_upside_down
 from ..laid_over import MASK_THE_KEYS, laid_over
 from ..registry import rule

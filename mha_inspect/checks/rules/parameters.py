@@ -16,9 +16,10 @@ from ...record.ops import Op
 from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..factors import SIDES
 from ..gradients import without_gradient
+from ..lab import NotPossibleError
 from ..readers import Readers, weight_of
 from ..registry import rule
 from ..unread_rows import unread_rows

@@ -15,7 +15,8 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from ...running.subject import Run
 from ...text import listed, shape
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
+from ..lab import NotPossibleError
 from ..registry import rule
 
 _RESHAPES = ("view", "_unsafe_view", "_reshape_alias")
