@@ -99,6 +99,21 @@ def half(far: Tensor) -> Tensor:
     return torch.stack([far >= 0, far >= 0, far > -99, far > -99])
 
 
+def without_itself(q: Tensor, k: Tensor) -> Tensor:
+    """Each query hides its own key, but for the first, which has no other (Reformer)."""
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(distance(q) == 0, -5e4)
+    scores = scores.masked_fill(distance(q) < 0, torch.finfo(scores.dtype).min)
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp()
+
+
+class OneProjection(Right):
+    """Queries and keys are one projection, and the keys of length 1."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, _, v = super().heads(x)
+        return q, F.normalize(q, dim=-1), v
+
+
 def checked(module: nn.Module, *args: Any, causal: bool | None = None) -> CheckReport:
     torch.manual_seed(0)
     return mha_inspect.check(module, *(args or (torch.randn(2, 12, 32),)), intent=Intent(causal=causal))
@@ -111,6 +126,10 @@ def test_a_causal_one_is_causal(weigh: Callable[[Tensor, Tensor], Tensor]) -> No
     (fact,) = [fact for fact in report.facts if fact.name == "who sees whom"]
     assert fact.sentence.startswith("causal")
     assert all(row[place + 1 :].count("■") == 0 for place, row in enumerate(fact.picture))
+
+
+def test_a_query_without_another_key_sees_itself() -> None:
+    assert checked(OneProjection(without_itself), causal=True).findings == ()
 
 
 @pytest.mark.parametrize("module", [BlockCausal(masked(blocks)), CausalByHead(masked(half))])

@@ -240,8 +240,9 @@ def _undone(evidence: Evidence, attention: Attention, op: Op) -> WeakMask | None
     if filled is None or scores is None or filled.shape != scores.shape or not filled.is_floating_point():
         return None
     masked = filled <= -_STRONG
-    # A query with every key masked out has no weights of a meaning, e.g. zeros against NaN.
-    undone = masked & (scores > -_STRONG) & ~masked.all(-1, keepdim=True)
+    # A query without another key, e.g. the first one where each hides itself (Reformer), has no weights of a meaning.
+    has_another = (~masked & (scores > -_STRONG)).any(-1, keepdim=True)
+    undone = masked & (scores > -_STRONG) & has_another
     if not undone.any() or not _weighs(_final_weights(evidence, attention), undone):
         return None
     return WeakMask(
