@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -47,6 +48,11 @@ def _escape(character: str) -> str:
 def shown(text: object, longest: int = TYPED) -> str:
     """Return the user's text for a message: printable and shortened."""
     return printable(text, longest)
+
+
+def quoted(text: object) -> str:
+    """Return the user's text as a word of a command that is to be run: whole, and quoted where a shell needs it."""
+    return shlex.quote(printable(text))
 
 
 def shortened(text: str, longest: int) -> str:

@@ -11,7 +11,7 @@ from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair,
 from ..text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, exchange_sentences
 from .reordered import order_words
-from .tensor_pairs import TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
+from .tensor_pairs import NOT_TRANSPOSED, TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
 
 _NAMED = 5
 """Number of heads in the answer."""
@@ -94,11 +94,14 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
 
 
 def _of_notes(pairs: Sequence[TensorPair]) -> Iterator[str]:
-    """Yield the tensors that are all zeros on one side alone, and those that are transposed."""
-    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED):
+    """Yield the tensors that are all zeros on one side alone, those that are transposed, and those that are not."""
+    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED, NOT_TRANSPOSED):
         names = [pair.name for pair in pairs if pair.note == note]
+        words = note
+        if note == NOT_TRANSPOSED:
+            words = "square and not transposed, while the other matrices of the block are; it loads either way"
         if names:
-            yield f"{first_few(names, _NAMED)}: {note}."
+            yield f"{first_few(names, _NAMED)}: {words}."
 
 
 def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:

@@ -71,6 +71,15 @@ def apart() -> State:
     return split
 
 
+def to_linear(state: State, *, square: bool = True) -> State:
+    """Turn the matrices of Conv1D into those of Linear; without `square`, those that load either way are forgotten."""
+    turned = {}
+    for name, tensor in state.items():
+        is_turned = tensor.dim() == 2 and (square or len({*tensor.shape}) == 2)
+        turned[name] = tensor.T if is_turned else tensor
+    return turned
+
+
 def stacked() -> State:
     """As torch's own layer has it."""
     return drawn(0, **{"in_proj_weight": (72, 24), "in_proj_bias": (72,), "out_proj.weight": (24, 24)})
@@ -206,12 +215,26 @@ FILES = [
     ),
     Files(
         "Transposed",
-        lambda: packed() | drawn(6, **{"h.0.mlp.c_fc.weight": (24, 30)}),
-        lambda: {
-            n: t.T if t.dim() == 2 else t for n, t in (packed() | drawn(6, **{"h.0.mlp.c_fc.weight": (24, 30)})).items()
-        },
+        with_mlp,
+        lambda: to_linear(with_mlp()),
         verdicts={"weight": PERMUTED},
         config={"n_head": 4},
+    ),
+    Files(
+        "SquareNotTransposed",
+        with_mlp,
+        lambda: to_linear(with_mlp(), square=False),
+        verdicts={"c_attn.weight": PERMUTED, "c_fc.weight": PERMUTED},
+        config=None,
+    ),
+    Files(
+        "SquareNotTransposedUnderAnotherName",
+        with_mlp,
+        lambda: {n.replace("c_proj", "out"): t for n, t in to_linear(with_mlp(), square=False).items()},
+        verdicts={"c_attn.weight": PERMUTED, "c_fc.weight": PERMUTED},
+        config=None,
+        num_heads=4,
+        renamed={"h.0.attn.c_proj.weight": "h.0.attn.out.weight"},
     ),
     Files(
         "OneSideAlone",

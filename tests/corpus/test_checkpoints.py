@@ -17,7 +17,7 @@ from mha_inspect.checkpoints.diff import diff_of_checkpoints
 from mha_inspect.reports.diff import CheckpointDiffReport
 
 from ..fuzz.files import saved
-from .checkpoints import CONFIG, FILES, Files, llama
+from .checkpoints import CONFIG, FILES, Files, llama, to_linear, with_mlp
 
 
 def report_of(files: Files, folder: Path, *, turned: bool = False) -> CheckpointDiffReport:
@@ -87,6 +87,30 @@ def test_the_other_way_round_it_is_the_same(files: Files, tmp_path: Path) -> Non
     assert report.outcome == turned.outcome
     if not files.orders:
         assert sorted(pair.verdict for pair in report.tensors) == sorted(pair.verdict for pair in turned.tensors)
+
+
+@of_all
+def test_tensors_are_transposed_only_if_they_are_equal_after_it(files: Files, tmp_path: Path) -> None:
+    left, right = files.left(), files.right()
+    for pair in report_of(files, tmp_path).tensors:
+        if pair.note == "transposed":
+            assert torch.equal(left[pair.name].T.float(), right[pair.right_name].float())
+        if pair.note == "not transposed":
+            assert torch.equal(left[pair.name].float(), right[pair.right_name].float())
+
+
+@pytest.mark.parametrize("name", ["SquareNotTransposed", "SquareNotTransposedUnderAnotherName"])
+def test_a_square_matrix_that_was_not_transposed_is_named(name: str, tmp_path: Path) -> None:
+    (files,) = (files for files in FILES if files.name == name)
+    said = "h.0.attn.c_proj.weight: square and not transposed, while the other matrices of the block are"
+    assert said in " ".join(report_of(files, tmp_path).answer)
+
+
+def test_a_symmetric_matrix_is_not_one_that_was_not_transposed(tmp_path: Path) -> None:
+    (files,) = (files for files in FILES if files.name == "SquareNotTransposed")
+    symmetric = {"h.0.attn.c_proj.weight": torch.eye(24)}
+    files = replace(files, left=lambda: with_mlp() | symmetric, right=lambda: to_linear(with_mlp()) | symmetric)
+    assert "not transposed" not in " ".join(report_of(files, tmp_path).answer)
 
 
 def test_heads_that_nothing_tells_are_not_counted(tmp_path: Path) -> None:
