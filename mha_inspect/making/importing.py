@@ -89,7 +89,7 @@ def names_in_file(path: Path) -> list[str]:
 def imported(where: str) -> ModuleType:
     """Return a module by its name or the path of its file. Raises `InputError` if it cannot be imported."""
     try:
-        with _without_terminal(where), _gradients():
+        with at_import(where):
             return _load_file(where) if where.endswith(".py") else _load_module(where)
     except InputError:
         raise
@@ -100,6 +100,13 @@ def imported(where: str) -> ModuleType:
         ) from None
     except Exception as error:  # the file's own code may raise anything
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+@contextmanager
+def at_import(where: str) -> Iterator[None]:
+    """Run the block as the code of a file that is imported: with gradients, and without a terminal."""
+    with _without_terminal(where), _gradients():
+        yield
 
 
 def _gradients() -> AbstractContextManager[Any]:

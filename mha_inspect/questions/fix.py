@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -15,10 +16,15 @@ from ..fixes.loading import in_place_of
 from ..fixes.search import SEEDS, Found, Search
 from ..fixes.source import Source
 from ..fixes.trial import Judged, OutOfTimeError, Target
+from ..making.importing import in_one_line
 from ..measure.run_report import environment_of, layer_of
 from ..reports.check import Finding
 from ..reports.fix import FixReport
 from ..text import shown
+
+
+_LONGEST_RUN = 5.0
+"""The most seconds that the file itself may run: it is run some hundred times."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,12 @@ class Fixed:
 def fixed(target: Target) -> Fixed:
     """Return the problems of a target and a patch of its file. Nothing is written.
 
-    Raises `InputError` if the file is not UTF-8, or if the module has no attention to check.
+    Raises `InputError` if the file is not UTF-8 or cannot be run again and again, or if the module has no attention to
+    check.
     """
     path = target.module.__file__ or ""
     source = first = Source(_read(path))
+    _require_runs_again(target, first)
     weights = Search(target, source).weights
     search = Search(target, source, weights)
     before = judged = search.judge(source, SEEDS[0])
@@ -75,6 +83,23 @@ def fixed(target: Target) -> Fixed:
         edits_run=tried,
     )
     return Fixed(report, path, first.content, source.content)
+
+
+def _require_runs_again(target: Target, source: Source) -> None:
+    """Raise `InputError` for a file that raises when it is run a second time, or that takes long: it may train."""
+    file = shown(target.module.__file__ or "")
+    began = time.perf_counter()
+    try:
+        with in_place_of(target.module, source.content):
+            seconds = time.perf_counter() - began
+    except (Exception, SystemExit) as error:
+        again = f"{file} cannot be run a second time, as fix does for every edit: {in_one_line(error)}"
+        raise InputError(f"{again.rstrip('.')}. Move that line to another file.") from None
+    if seconds > _LONGEST_RUN:
+        raise InputError(
+            f"{file} takes {seconds:.0f} seconds whenever it is imported, and is run once for every edit. Put what only "
+            'the program does, such as training, under `if __name__ == "__main__":`.'
+        )
 
 
 def patch_in_time(target: Target) -> str | None:

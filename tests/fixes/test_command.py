@@ -192,3 +192,38 @@ def test_ctrl_c_leaves_the_file_whole(file: Path, monkeypatch: pytest.MonkeyPatc
         write_patched(file, WRONG.encode(), RIGHT.encode())
     assert file.read_text(encoding="utf-8") == WRONG
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+TRAINS = """
+model = Attention()
+for _ in range(2):
+    model(torch.randn(2, 5, 64)).sum().backward()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("line", ["", "\nimport argparse\nargparse.ArgumentParser().parse_args()\n"])
+def test_a_file_that_trains_when_it_is_imported_is_fixed(invoke: Callable[..., Any], file: Path, line: str) -> None:
+    file.write_text(WRONG + line + TRAINS, encoding="utf-8")
+    code, out, err = invoke("fix", f"{file.name}:Attention")
+    assert code == 0
+    assert "+        weights = scores.softmax(-1)" in out
+    assert err == "trained\n" * 2
+
+
+def test_a_file_that_cannot_be_run_again_is_refused(invoke: Callable[..., Any], file: Path) -> None:
+    once = "\nimport builtins\nassert not hasattr(builtins, __name__), 'once only'\nsetattr(builtins, __name__, 1)\n"
+    file.write_text(WRONG + once, encoding="utf-8")
+    code, out, err = invoke("fix", file.name)
+    assert (code, out) == (2, "")
+    assert "cannot be run a second time, as fix does for every edit: AssertionError: once only" in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_runs_for_long_is_refused(
+    invoke: Callable[..., Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_RUN", -1.0)
+    code, out, err = invoke("fix", file.name)
+    assert (code, out) == (2, "")
+    assert "seconds whenever it is imported" in err
