@@ -20,8 +20,7 @@ from ..making.importing import in_one_line
 from ..measure.run_report import environment_of, layer_of
 from ..reports.check import Finding
 from ..reports.fix import FixReport
-from ..text import shown
-
+from ..text import listed, shown
 
 _LONGEST_RUN = 5.0
 """The most seconds that the file itself may run: it is run some hundred times."""
@@ -66,8 +65,10 @@ def fixed(target: Target) -> Fixed:
     rivals = found.rivals if source is first else ()
     if problems_of(judged) and source is not first:
         # An edit for one of several problems may be wrong where the others remain.
-        reason = f"An edit fixes a part of the problems, and {len(problems_of(judged))} remain. {reason}"
+        reason = f"{_part_that_is_fixed(first, source, judged)} {reason}"
         source, judged = first, before
+    elif judged.failure is not None and problems_of(judged)[0].fix:
+        reason += " The advice above is for the failing call alone."
     with in_place_of(target.module, first.content):
         subject = target.make(SEEDS[0])
     report = FixReport(
@@ -97,9 +98,21 @@ def _require_runs_again(target: Target, source: Source) -> None:
         raise InputError(f"{again.rstrip('.')}. Move that line to another file.") from None
     if seconds > _LONGEST_RUN:
         raise InputError(
-            f"{file} takes {seconds:.0f} seconds whenever it is imported, and is run once for every edit. Put what only "
-            'the program does, such as training, under `if __name__ == "__main__":`.'
+            f"{file} takes {seconds:.0f} seconds whenever it is imported, and is run once for every edit. Put what "
+            'only the program does, such as training, under `if __name__ == "__main__":`.'
         )
+
+
+def _part_that_is_fixed(first: Source, edited: Source, judged: Judged) -> str:
+    """Return the sentence about an edit that leaves problems; of a forward that still raises, with its next error."""
+    failure = judged.failure
+    if failure is None:
+        return f"An edit fixes a part of the problems, and {len(judged.problems)} remain."
+    written = [line for line in _lines(edited) if line not in _lines(first)]
+    lines = listed([f"`{line.strip()}`" for line in written])
+    (problem,) = problems_of(judged)
+    error = problem.sentence.rstrip(".")
+    return f"With {lines} the forward gets further, and then fails at {problem.source}: {error}."
 
 
 def patch_in_time(target: Target) -> str | None:

@@ -16,6 +16,7 @@ from ..reports.params import (
     ParametersTotal,
     ParamsReport,
     StoredAttention,
+    StoredName,
 )
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times

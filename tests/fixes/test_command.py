@@ -227,3 +227,31 @@ def test_a_file_that_runs_for_long_is_refused(
     code, out, err = invoke("fix", file.name)
     assert (code, out) == (2, "")
     assert "seconds whenever it is imported" in err
+
+
+TWO_ERRORS = RIGHT.replace("k.transpose(-2, -1)", "k")
+
+
+def test_two_errors_are_fixed_one_after_the_other(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "view(b, n, c))"), encoding="utf-8")
+    code, _, err = invoke("fix", file.name, "--write")
+    assert (code, err.count("\n")) == (0, 1)
+    assert file.read_text(encoding="utf-8") == RIGHT
+
+
+def test_the_error_after_the_first_is_named(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "reshape(b, n, 2 * c))"), encoding="utf-8")
+    code, out, err = invoke("fix", file.name)
+    assert (code, err) == (1, "")
+    assert "Multiply by k.transpose(-2, -1)." in out
+    edit = "`scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5`"
+    assert f"With {edit} the forward gets further, and then fails at {file.name}:" in out
+    assert "No edit fixes it" in out
+    assert "failing call alone" not in out
+
+
+def test_advice_that_no_edit_follows_is_of_the_call_alone(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT.replace("reshape(b, n, c))", "reshape(b, n, 2 * c))"), encoding="utf-8")
+    out = invoke("fix", file.name).out
+    assert "The advice above is for the failing call alone." in out
+    assert "gets further" not in out
