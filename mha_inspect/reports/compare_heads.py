@@ -242,7 +242,7 @@ class CompareHeadsReport(Report):
     measured_against: MeasuredAgainst = "float64"
     """The run that the baseline's rounding error is measured against."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong in the run of the first head count above 1, as `trace` finds it."""
+    """Problems and suspicions in the run of the first head count above 1, as `trace` finds them."""
 
 
 explain_fields(globals())
