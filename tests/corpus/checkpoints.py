@@ -130,6 +130,18 @@ def converted(state: State) -> State:
     return state
 
 
+def with_biases() -> State:
+    return one_layer() | drawn(7, **{Q.replace("weight", "bias"): (48,), K.replace("weight", "bias"): (16,)})
+
+
+def converted_with_biases(state: State) -> State:
+    """Reorder the biases with their weights."""
+    for name, heads in ((Q, HEADS), (K, KV_HEADS)):
+        bias = name.replace("weight", "bias")
+        state[bias] = halves(state[bias], heads)
+    return converted(state)
+
+
 def some_heads(state: State) -> None:
     state["layers.1.self_attn.q_proj.weight"][8:16] *= 1.5
     state["layers.1.self_attn.q_proj.weight"][40:48] *= 1.25
@@ -174,6 +186,10 @@ def _nan(state: State) -> None:
 def _less(state: State) -> State:
     del state["layers.0.norm.weight"]
     return state | {"embed.weight": torch.zeros(51, 48), "more": torch.zeros(3, 5)}
+
+
+def _without_layer(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if "layers.1" not in name} | drawn(8, more=(3, 5))
 
 
 def _one_element(state: State) -> None:
@@ -274,6 +290,21 @@ FILES = [
             "wk": "(kv_heads half two) -> (kv_heads two half)",
         },
         num_heads=HEADS,
+    ),
+    Files(
+        "PairsAndHalvesWithBiases",
+        with_biases,
+        edited(with_biases, converted_with_biases),
+        verdicts={"q_proj": PERMUTED, "k_proj": PERMUTED},
+        orders={"q_proj.bias": "(heads half two) -> (heads two half)", Q: "(heads half two) -> (heads two half)"},
+        num_heads=HEADS,
+    ),
+    Files(
+        "SharedAreTheSame",
+        llama,
+        edited(llama, _without_layer),
+        left_alone=tuple(f"layers.1.self_attn.{letter}_proj.weight" for letter in "koqv"),
+        right_alone=("more",),
     ),
     Files(
         "PackedByHead",
