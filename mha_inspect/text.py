@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -52,6 +51,8 @@ def shown(text: object, longest: int = TYPED) -> str:
 
 def quoted(text: object) -> str:
     """Return the user's text as a word of a command that is to be run: whole, and quoted where a shell needs it."""
+    import shlex  # help is shown without it
+
     return shlex.quote(printable(text))
 
 

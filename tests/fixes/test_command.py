@@ -234,15 +234,14 @@ TWO_ERRORS = RIGHT.replace("k.transpose(-2, -1)", "k")
 
 def test_two_errors_are_fixed_one_after_the_other(invoke: Callable[..., Any], file: Path) -> None:
     file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "view(b, n, c))"), encoding="utf-8")
-    code, _, err = invoke("fix", file.name, "--write")
-    assert (code, err.count("\n")) == (0, 1)
+    assert invoke("fix", file.name, "--write").code == 0
     assert file.read_text(encoding="utf-8") == RIGHT
 
 
 def test_the_error_after_the_first_is_named(invoke: Callable[..., Any], file: Path) -> None:
     file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "reshape(b, n, 2 * c))"), encoding="utf-8")
-    code, out, err = invoke("fix", file.name)
-    assert (code, err) == (1, "")
+    code, out, _ = invoke("fix", file.name)
+    assert code == 1
     assert "Multiply by k.transpose(-2, -1)." in out
     edit = "`scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5`"
     assert f"With {edit} the forward gets further, and then fails at {file.name}:" in out
