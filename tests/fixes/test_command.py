@@ -220,13 +220,17 @@ def test_a_file_that_cannot_be_run_again_is_refused(invoke: Callable[..., Any], 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("longest_import", [60.0, 0.0])
 def test_a_file_that_runs_for_long_is_refused(
-    invoke: Callable[..., Any], file: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Callable[..., Any], file: Path, monkeypatch: pytest.MonkeyPatch, longest_import: float
 ) -> None:
-    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_RUN", -1.0)
+    file.write_text(WRONG + "print('ran')\n", encoding="utf-8")
+    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_RUN", 0.0)
+    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_IMPORT", longest_import)
     code, out, err = invoke("fix", file.name)
     assert (code, out) == (2, "")
     assert "seconds whenever it is imported" in err
+    assert err.count("ran") == 1
 
 
 TWO_ERRORS = RIGHT.replace("k.transpose(-2, -1)", "k")
