@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,13 +134,19 @@ def with_untransposed(pairs: Iterable[TensorPair], files: TwoFiles) -> Iterator[
     for pair in pairs:
         if len(pair.left_shape) == 2:
             blocks.setdefault(_block(pair), []).append(pair)
+    transposed = {block for block, matrices in blocks.items() if _are_transposed(matrices)}
     for pair in pairs:
-        rest = [other for other in blocks.get(_block(pair), []) if not _is_same_square(other)]
-        is_alone = bool(rest) and all(other.note == TRANSPOSED for other in rest)
-        if is_alone and _is_same_square(pair) and not _is_symmetric(files.left.read(pair.name)):
+        is_alone = _is_same_square(pair) and _block(pair) in transposed
+        if is_alone and not _is_symmetric(files.left.read(pair.name)):
             yield replace(pair, note=NOT_TRANSPOSED)
         else:
             yield pair
+
+
+def _are_transposed(matrices: Sequence[TensorPair]) -> bool:
+    """Return whether the matrices of a block are transposed, beside square ones that are the same."""
+    rest = [pair for pair in matrices if not _is_same_square(pair)]
+    return bool(rest) and all(pair.note == TRANSPOSED for pair in rest)
 
 
 def _block(pair: TensorPair) -> str:
