@@ -19,7 +19,7 @@ MASK = option(_PANEL, "Argument of the padding mask, and what True means.", meta
 PADDING_SIDE = option(_PANEL, "Side of the padding.", words=("left", "right"), show_default="right")
 CACHE = option(_PANEL, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME")
 SCALE = option(_PANEL, "The expected scale of the scores.", words=("sqrt_head_dim",))
-REFERENCE = option(_PANEL, "A trusted TARGET with the same arguments.", metavar="TARGET")
+REFERENCE = option(_PANEL, "A trusted version of TARGET.", metavar="TARGET")
 
 
 def declared_by(

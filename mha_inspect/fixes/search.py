@@ -36,6 +36,7 @@ SEEDS = (0, 1, 2)
 _MOST = 900
 """The most edits that are run for one problem."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_CALL_BEFORE, _CALL_AFTER = re.compile(r"[\w.]+\Z"), re.compile(r"\w*\(?")
 _MOST_RIVALS = 3
 """The most edits with other outputs that are shown."""
 _MOST_ALIKE = 4
@@ -134,7 +135,28 @@ class Search:
             trial = self._trial(edit, check, before)
             if trial is not None:
                 passing.append(trial)
+        if not passing:
+            further = self._further(before.failure, number)
+            if further is not None:
+                return Found((further,))
         return self._decided(passing)
+
+    def _further(self, failure: Failure | None, number: int | None) -> Trial | None:
+        """Return the edit that the advice on a failure names, if the forward then gets further and raises again."""
+        if failure is None or failure.cause is None or number is None:
+            return None
+        for edit in edits(self.source, self.source.nodes_on({number}), RAISES):
+            call = _call_written_by(edit, self.source)
+            if not call or call not in failure.cause.fix:
+                continue
+            try:
+                source = self.source.edited(edit.replacements)
+                after = self.judge(source, SEEDS[0])
+            except (Exception, SystemExit):  # an edited source may raise anything
+                continue
+            if after.failure is not None and after.failure.num_ops > failure.num_ops:
+                return Trial(edit, source, after, [], 0)
+        return None
 
     def _decided(self, passing: list[Trial]) -> Found:
         """Return the best of the edits that pass, if all that are as good compute the same."""
@@ -391,6 +413,17 @@ def _together(single: Sequence[Edit]) -> Iterator[Edit]:
     for pairs in (combinations(single, 2), product(everywhere, single)):
         for one, other in islice(pairs, _MOST_TOGETHER):
             yield _joined(f"{one.row} and {other.row}", (one, other))
+
+
+def _call_written_by(edit: Edit, source: Source) -> str:
+    """Return the call that an edit of one place makes: `k.transpose(-2, -1)`, `.reshape(`; empty if it is none."""
+    if len(edit.replacements) != 1:
+        return ""
+    (replacement,) = edit.replacements
+    before = _CALL_BEFORE.findall(source.text(0, replacement.start))
+    after = _CALL_AFTER.match(source.text(replacement.end, len(source.content)))
+    call = "".join(before[:1]) + replacement.text + (after.group() if after else "")
+    return call if "(" in call else ""
 
 
 def _joined(row: str, parts: Iterable[Edit]) -> Edit:
