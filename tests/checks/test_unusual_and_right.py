@@ -109,8 +109,12 @@ def without_itself(q: Tensor, k: Tensor) -> Tensor:
 class OneProjection(Right):
     """Queries and keys are one projection, and the keys of length 1."""
 
+    def __init__(self, weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(weigh)
+        del self.k
+
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, _, v = super().heads(x)
+        q, v = (matrix(x).unflatten(-1, (4, 8)).transpose(1, 2) for matrix in (self.q, self.v))
         return q, F.normalize(q, dim=-1), v
 
 
