@@ -20,15 +20,16 @@ from .loading import in_place_of
 from .source import Edit, Source
 from .trial import (
     Judged,
+    Kept,
     Target,
     axes_of_stage,
     judged,
+    kept_of,
     made,
     matrices_in_use,
     outputs_of,
     shapes_of,
     stages_of,
-    weights_of,
 )
 
 SEEDS = (0, 1, 2)
@@ -104,28 +105,31 @@ class Search:
 
     target: Target
     source: Source
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """What every edit keeps of the original, by the seed."""
     tried: int = 0
 
     def judge(self, source: Source, seed: int, only: Sequence[str] = ()) -> Judged:
         """Judge the subject of a source with the weights of the original one."""
         with in_place_of(self.target.module, source.content):
-            return judged(self.target, seed, self._weights(seed), only)
+            return judged(self.target, seed, self._kept(seed), only)
 
     def outputs(self, source: Source, seed: int, *, training: bool = False) -> list[Tensor]:
         """Return the outputs of the subject of a source."""
         with in_place_of(self.target.module, source.content):
-            return outputs_of(made(self.target, seed, self._weights(seed)), training=training)
+            return outputs_of(made(self.target, seed, self._kept(seed)), training=training)
 
-    def _weights(self, seed: int) -> dict[str, Tensor]:
-        if seed not in self.weights:
+    def _kept(self, seed: int) -> Kept:
+        if seed not in self.kept:
             with in_place_of(self.target.module, self.source.content):
-                self.weights[seed] = weights_of(self.target, seed)
-        return self.weights[seed]
+                self.kept[seed] = kept_of(self.target.make(seed))
+        return self.kept[seed]
 
     def fix(self, before: Judged) -> Found:
         """Return the smallest edits with which the first problem is gone."""
-        self._weights(SEEDS[0])
+        if _is_of_a_guess(before.failure):
+            return Found(reason="No edit was looked for: without the input nothing is known of the code.")
+        self._kept(SEEDS[0])
         check, line = _first_problem(before)
         number = named_line(self.target.module, line, self.source.content.count(b"\n") + 1)
         passing: list[Trial] = []
@@ -280,7 +284,7 @@ class Search:
     def _puts_features_first(self, source: Source) -> bool:
         """Return whether a source merges heads in another order than it splits them."""
         with in_place_of(self.target.module, source.content):
-            subject = made(self.target, SEEDS[0], self._weights(SEEDS[0]))
+            subject = made(self.target, SEEDS[0], self._kept(SEEDS[0]))
             merged = axes_of_stage(subject, "concat")
         return any(_FEATURES_FIRST in axes for axes in merged)
 
@@ -300,7 +304,7 @@ class Search:
     def stages(self, source: Source) -> dict[str, Tensor]:
         """Return the stages of the attentions of a source, by their name and number; none where its forward raises."""
         with in_place_of(self.target.module, source.content):
-            return stages_of(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
+            return stages_of(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
 
     def _keeps_sizes(self, edit: Edit, source: Source, failure: Failure) -> bool:
         """Return whether the stages that were computed before a failure have the same sizes, in any order.
@@ -337,7 +341,7 @@ class Search:
     def matrices_in_use(self, source: Source) -> set[str]:
         """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
         with in_place_of(self.target.module, source.content):
-            return matrices_in_use(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
+            return matrices_in_use(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
 
     def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
         """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""
@@ -356,6 +360,11 @@ class Search:
                 return False
         training = self.outputs(source, SEEDS[0], training=True)
         return shapes_of(training) == shapes_of(self.outputs(source, SEEDS[0]))
+
+
+def _is_of_a_guess(failure: Failure | None) -> bool:
+    """Return whether a forward raises because of an input that was guessed or left out."""
+    return failure is not None and failure.cause is not None and failure.cause.name == "guessed_input"
 
 
 def _changes(trial: Trial) -> tuple[int, int, int]:

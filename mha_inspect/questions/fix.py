@@ -47,8 +47,8 @@ def fixed(target: Target) -> Fixed:
     path = target.module.__file__ or ""
     source = first = Source(_read(path))
     _require_runs_again(target, first)
-    weights = Search(target, source).weights
-    search = Search(target, source, weights)
+    search = Search(target, source)
+    kept = search.kept
     before = judged = search.judge(source, SEEDS[0])
     found, alternative, tried = Found(), "", 0
     while problems_of(judged):
@@ -62,14 +62,14 @@ def fixed(target: Target) -> Fixed:
         elif source is not first:
             alternative = ""
         source, judged = trial.source, trial.judged
-        search = Search(target, source, weights)
+        search = Search(target, source, kept)
     reason = found.reason
     rivals = found.rivals if source is first else ()
     if problems_of(judged) and source is not first:
         # An edit for one of several problems may be wrong where the others remain.
         reason = f"{_part_that_is_fixed(first, source, judged)} {reason}"
         source, judged = first, before
-    elif judged.failure is not None and problems_of(judged)[0].fix:
+    elif tried and judged.failure is not None and problems_of(judged)[0].fix:
         reason += " The advice above is for the failing call alone."
     with in_place_of(target.module, first.content):
         subject = target.make(SEEDS[0])

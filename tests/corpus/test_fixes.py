@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mha_inspect.fixes.loading import in_place_of
-from mha_inspect.fixes.trial import Target, made, outputs_of
+from mha_inspect.fixes.trial import Target, kept_of, made, outputs_of
 from mha_inspect.questions.fix import Fixed, fixed
 from mha_inspect.running.subject import Subject
 
@@ -113,11 +113,11 @@ def assert_right(target: Target, result: Fixed, twin: Make) -> None:
     drops = result.report.problems[0].check == "repeat"
     for seed in FRESH:
         right = twin(seed)
-        weights = {name: tensor.detach().clone() for name, tensor in right.module.named_parameters()}
+        kept = kept_of(right)
         for training in (False,) if drops else (False, True):
             expected = outputs_of(right, training=training)
             with in_place_of(target.module, result.after):
-                found = outputs_of(made(target, seed, weights), training=training)
+                found = outputs_of(made(target, seed, kept), training=training)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

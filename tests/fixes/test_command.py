@@ -258,3 +258,11 @@ def test_advice_that_no_edit_follows_is_of_the_call_alone(invoke: Callable[..., 
     out = invoke("fix", file.name).out
     assert "The advice above is for the failing call alone." in out
     assert "gets further" not in out
+
+
+def test_no_right_line_is_edited_for_an_input_that_was_left_out(invoke: Callable[..., Any], file: Path) -> None:
+    masked = RIGHT.replace("def forward(self, x):", "def forward(self, x, mask):")
+    weights = "weights = scores.masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1)"
+    file.write_text(masked.replace("weights = scores.softmax(-1)", weights), encoding="utf-8")
+    _, out, _ = invoke("fix", file.name)
+    assert "+++" not in out
