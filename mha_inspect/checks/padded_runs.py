@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..reports.check import Finding, SkippedCheck
 from .arguments import Source
@@ -19,6 +19,7 @@ from .evidence import OTHER_SIZES, Evidence
 from .lab import NotPossibleError, RaisedError
 from .laid_over import MASK_THE_KEYS, laid_over
 from .masked_runs import padding_mask
+from .seen_keys import SeenKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +61,25 @@ class _PaddedRun:
         means = self.evidence.intent.padding_true or "keep"
         return f"With {self.words} ({self.name}: True or 1 means {means}), changing them changes"
 
-    @property
-    def fix(self) -> str:
-        """How the mask is laid over the scores."""
-        sights = self.run.sights
-        return laid_over(MASK_THE_KEYS, sights[0].layout) if sights else ""
+    def unmasked(self, places: slice) -> SeenKeys | None:
+        """Return the first attention in which real queries see the padding; `places` are those of real outputs."""
+        for sight in self.run.sights:
+            if sight.keys != self.source.length or not sight.origins.intersection(self.source.names):
+                continue
+            queries = places if sight.queries == self.evidence.source.length else slice(None)
+            if bool(sight.seen[0, queries, self.pads].any()):
+                return sight
+        return None
+
+    def finding(self, sentence: str, proof: str, sight: SeenKeys | None) -> Finding:
+        """Return a finding at an attention that lacks the mask; of another cause without one."""
+        if sight is None:
+            return Finding("padding", sentence, proof, fix=MASK_THE_KEYS + ".")
+        layer = self.evidence.subject.module.get_submodule(sight.module)
+        fix = laid_over(MASK_THE_KEYS, sight.layout)
+        if isinstance(layer, nn.MultiheadAttention):
+            fix = f"Give {sight.module or 'it'} the mask: key_padding_mask, True for padding."
+        return Finding("padding", sentence, proof, source=sight.line, module=sight.module, fix=fix)
 
     def output_with_other_padding(self) -> Tensor:
         """Return the output of a run with other numbers, or ids, in the padding."""
@@ -120,17 +135,26 @@ def _of_content(padded: _PaddedRun, places: slice, leak: float) -> Finding:
     evidence = padded.evidence
     lengths = evidence.source.length, padded.source.length
     seen = [sight.seen[0, places] for sight in padded.run.sights if sight.seen.shape[1:] == lengths]  # query key
-    more = "" if evidence.intent.padding_true else ", whichever value of the mask means ignore"
+    proof = f"{padded.proof} a real output by {leak:.3g}."
+    sentence = "The content of padding changes real outputs"
+    if not evidence.intent.padding_true:
+        sentence += ", whichever value of the mask means ignore"
     if any(not bool(pairs.any(-1).all()) for pairs in seen):
-        more += ", since a query with every key masked out has uniform weights"
-        fix = "Leave each query a key, or set the weights of fully masked queries to zero."
-    elif seen and not any(bool(pairs[:, padded.pads].any()) for pairs in seen):
-        more += ", although it has no attention weight: another operation mixes positions"
-        fix = "Check norms, convolutions and means over the positions, and the split of the heads."
-    else:
-        fix = padded.fix
-    sentence = f"The content of padding changes real outputs{more}."
-    return Finding("padding", sentence, f"{padded.proof} a real output by {leak:.3g}.", fix=fix)
+        return Finding(
+            "padding",
+            f"{sentence}, since a query with every key masked out has uniform weights.",
+            proof,
+            fix="Leave each query a key, or set the weights of fully masked queries to zero.",
+        )
+    unmasked = padded.unmasked(places)
+    if seen and unmasked is None:
+        return Finding(
+            "padding",
+            f"{sentence}, although it has no attention weight: another operation mixes positions.",
+            proof,
+            fix="Check norms, convolutions and means over the positions, and the split of the heads.",
+        )
+    return padded.finding(f"{sentence}.", proof, unmasked)
 
 
 def _of_length(padded: _PaddedRun, apart: float) -> Finding:
@@ -192,7 +216,8 @@ def _of_pooled_content(padded: _PaddedRun, leak: float) -> Finding:
             proof,
             fix="Pool over the real tokens alone, e.g. (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).",
         )
-    return Finding("padding", "The content of padding changes the output of its batch item.", proof, fix=padded.fix)
+    sentence = "The content of padding changes the output of its batch item."
+    return padded.finding(sentence, proof, padded.unmasked(slice(None)))
 
 
 def _is_unseen(padded: _PaddedRun) -> bool:

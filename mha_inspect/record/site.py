@@ -63,7 +63,7 @@ for _name in ("multi_head_attention_forward", "_in_projection", "_in_projection_
     _function = getattr(torch.nn.functional, _name, None)
     if _function is not None:  # two are private and may disappear
         _WRITTEN_OUT.add(_function.__code__)
-"""torch functions that compute attention step by step: their own lines are more informative than the caller's."""
+"""torch functions that compute attention step by step: their lines are more informative than others of torch."""
 
 
 class Place(NamedTuple):
@@ -107,8 +107,8 @@ class _Line(NamedTuple):
 
     text: str
     """`attention.py:41`; empty for code that only passes calls on."""
-    caller_says_more: bool
-    """Whether the calling line is more informative."""
+    place: Place
+    """The location of its function's code."""
     code: CodeType
     """Referenced so that its id stays unique."""
 
@@ -121,8 +121,7 @@ def _line_at(code: CodeType, instruction: int) -> _Line:
     """Return the line of an instruction, and note it in `_LINES`."""
     place = place_of(code)
     text = f"{place.file}:{_number_of_line(code, instruction)}" if place.file else ""
-    caller_says_more = place.library and not place.written_out
-    line = _LINES[id(code), instruction] = _Line(text, caller_says_more, code)
+    line = _LINES[id(code), instruction] = _Line(text, place, code)
     return line
 
 
@@ -163,17 +162,20 @@ def numbers_of_site(site: Site) -> tuple[int, ...]:
 def place_of_site(site: Site) -> tuple[str, str]:
     """Return the line that called an operation, and the path of the module that it ran in.
 
-    The line is the innermost one outside torch; if there is none, the innermost in torch; else empty.
+    The line is the innermost one outside torch; if there is none, the innermost in torch, at best of a function that
+    computes attention step by step; else empty.
     """
     path = site[-1].path if site and isinstance(site[-1], ModuleCall) else ""
-    library = ""
+    written_out = library = ""
     inner: Site | None = site
     while inner is not None:
         for place in range(0, len(inner) - 1, 2):
             code, instruction = inner[place], inner[place + 1]
-            text, caller_says_more, _ = _LINES.get((id(code), instruction)) or _line_at(code, instruction)
-            if text and not caller_says_more:
+            text, of, _ = _LINES.get((id(code), instruction)) or _line_at(code, instruction)
+            if text and not of.library:
                 return text, path
+            if of.written_out:
+                written_out = written_out or text
             library = library or text
         inner = inner[-1].above if inner and isinstance(inner[-1], ModuleCall) else None
-    return library, path
+    return written_out or library, path

@@ -81,7 +81,9 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if any(finding.sure for finding in findings):
         return
     for result in _of_padded_tokens(evidence, name):
-        yield replace(result, source=evidence.mask_line) if isinstance(result, Finding) else result
+        if isinstance(result, Finding) and not result.source:
+            result = replace(result, source=evidence.mask_line)
+        yield result
 
 
 def _of_padded_tokens(evidence: Evidence, name: str) -> Iterator[Finding | SkippedCheck]:
@@ -99,7 +101,13 @@ def _of_padded_tokens(evidence: Evidence, name: str) -> Iterator[Finding | Skipp
 
 
 def _source_of_mask(evidence: Evidence, name: str) -> Source:
-    """Return the tokens of the keys of a declared mask; the most likely ones if no run shows them."""
+    """Return the tokens that a declared mask is named after, `tgt_mask`; else those of the keys that it masks.
+
+    The most likely ones if no run shows them.
+    """
+    for source in evidence.sources:
+        if source.positions is not None and any(name.startswith(f"{of}_") for of in source.names):
+            return source
     for run in masked_runs(evidence):
         if isinstance(run, MaskedRun) and run.name == name:
             return run.source

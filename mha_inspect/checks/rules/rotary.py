@@ -253,12 +253,25 @@ def _rotated_differently(op: Op, query: _Side, key: _Side) -> Iterator[Finding]:
     # Scores that are scaled by position (e.g. for long sequences) keep their angle.
     if _spread(products) <= near * largest or _spread(products / sizes.clamp(min=1e-12)) <= near:
         return
+    proof = (
+        "With the same query and key at all positions, the score of a position with itself varies by "
+        f"{_spread(products):.3g}; the largest possible score is {largest:.3g}."
+    )
+    if query.rows.shape == key.rows.shape and float((query.rows - key.rows).abs().max()) <= near * largest**0.5:
+        yield _finding(
+            op,
+            "Scores depend on absolute positions: queries and keys are turned alike, and not by a rotation of pairs "
+            "within a head.",
+            f"{proof} Equal tokens are equal queries and keys at each position.",
+            "Split the heads first. x · cos + rotate_half(x) · sin with rotate_half(x) = (-x2, x1) needs the angles "
+            "torch.cat((freqs, freqs), -1); neighbours need freqs.repeat_interleave(2, -1).",
+        )
+        return
     yield _finding(
         op,
         "Scores depend on absolute positions: queries and keys are rotated differently, or a pair's features are "
         "scaled differently. Typical causes: one rotates halves and the other pairs, or a sign is flipped.",
-        "With the same query and key at all positions, the score of a position with itself varies by "
-        f"{_spread(products):.3g}; the largest possible score is {largest:.3g}.",
+        proof,
         "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
     )
 
