@@ -20,7 +20,7 @@ from .messages import does_not_fit
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .output import print_and_export, say
 from .process import import_torch, resume_collection
-from .ranks import place, with_group
+from .ranks import place
 
 if TYPE_CHECKING:
     from ..call.call import Call, TargetFailedError
@@ -289,40 +289,6 @@ def load(text: str | None, options: Options, tick: Tick = lambda words: None) ->
     return subject_of(target, call_of(target, options, may_fail=True), options.seed, options.grad)
 
 
-_FEWER = (7, 5, 3)
-"""Numbers of tokens to try where a module may take fewer than usual, e.g. as many as it has positions."""
-_OF_LENGTHS = frozenset(("seq_len", "key_len", "input", "input_shape"))
-
-
-def load_with_fewer_tokens(text: str | None, options: Options, failed: Subject) -> Subject | None:
-    """Return the subject with fewer tokens, with which its forward runs; None if there is none, or the user chose them.
-
-    No tensor of the module has that size: a product of the wrong axes never runs with it, e.g. `q @ k`.
-    """
-    import torch
-
-    if text is None or not failed.guessed or options.typed & _OF_LENGTHS:
-        return None
-    sizes: set[int] = set()
-    for tensor in (*failed.module.parameters(), *failed.module.buffers()):
-        sizes.update(tensor.shape)
-    for length in _FEWER:
-        if length in sizes:
-            continue
-        try:
-            fewer = copy.copy(options)
-            fewer.seq_len = length
-            shorter = load(text, fewer)
-            with torch.no_grad(), shorter.apart() as fresh:
-                fresh.plain()
-        except Exception:  # code of the user may raise anything: the first error is shown
-            continue
-        usual = options.seq_len
-        note = f"The forward runs with {length} tokens and raises with {usual}: --seq-len {usual} shows why."
-        return replace(shorter, notes=(*shorter.notes, note))
-    return None
-
-
 def load_target(
     text: str,
     options: Options,
@@ -351,17 +317,15 @@ def load_target(
     )
     settings = options.settings_by_name() | dict(side_settings or {})
     if not is_file_alone(text):
-        return with_group(lambda: build(text, settings, spec))
+        return build(text, settings, spec)
     if text not in options.chosen:
 
         def attends(target: Target) -> bool | None:
             return _attends(target, options)
 
-        options.chosen[text] = with_group(
-            lambda: choose_in_file(text, lambda name: build(name, settings, spec), attends)
-        )
+        options.chosen[text] = choose_in_file(text, lambda name: build(name, settings, spec), attends)
     chosen = options.chosen[text]
-    target = with_group(lambda: build(chosen.target, settings, spec))
+    target = build(chosen.target, settings, spec)
     return replace(target, notes=(*filter(None, [chosen.note]), *target.notes))
 
 

@@ -171,7 +171,6 @@ class _Asked:
         options = self.options
         with subject.running(options, f"tracing {self.target or options.layer}") as tick:
             from ..call.call import explaining, way_out
-            from ..questions.trace import traced
 
             loaded = subject.load(self.target, options, tick)
             try:
@@ -179,11 +178,6 @@ class _Asked:
                     return self._recorded(loaded, keep=keep)
             except ForwardError as failed:
                 is_one_call = self.decode is None and self.ranks is None
-                # A rank that calls again alone would wait for the others.
-                may_be_shorter = is_one_call and place() is None
-                shorter = subject.load_with_fewer_tokens(self.target, options, loaded) if may_be_shorter else None
-                if shorter is not None:
-                    return traced(shorter, subject.show(options), keep=keep, judge=True)
                 is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
                 hint = way_out(loaded) if is_one_call and not is_explained else ""
                 return _with_notes(failed.trace, (*loaded.notes, hint)), None

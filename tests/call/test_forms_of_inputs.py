@@ -78,16 +78,6 @@ def test_inputs_of_one_form_clash_by_what_the_module_does(
     assert "guessed" not in line
 
 
-def test_fewer_tokens_are_given_where_a_module_has_fewer_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forward = "def forward(self, x):\n        places = torch.zeros(1, 8, 12)\n"
-    forward += "        return self.attend(x + places[:, : x.shape[1]])"
-    code, page = traced(tmp_path, forward, capsys)
-    assert code == 0
-    assert "runs with 7 tokens and raises with 12" in page
-
-
 def test_an_array_is_given_by_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward = "def forward(self, x):\n        return self.attend(torch.from_numpy(x))"
     assert "(module, (x,))" in traced(tmp_path, forward, capsys)[1].partition("\n")[0]
