@@ -277,20 +277,16 @@ class TargetFailedError(MhaInspectError):
 
     exit_code = ExitCode.CONDITION
 
-    def __init__(self, said: str, way: str = "", subject: Subject | None = None, *, is_tried: bool = False) -> None:
+    def __init__(self, said: str, way: str = "", subject: Subject | None = None) -> None:
         super().__init__(f"{said} {way}".rstrip())
         self.said = said
         """The call and its error, as a sentence."""
-        self.way = way
-        """A way out, as a sentence; empty if none is known."""
         self.subject = subject
         """The module and the arguments with which it failed."""
-        self.is_tried = is_tried
-        """Whether the way out was tried, and the forward ran."""
 
-    def with_way(self, *sentences: str, is_tried: bool = False) -> TargetFailedError:
-        """Return the error with these sentences in place of its way out."""
-        return TargetFailedError(self.said, " ".join(filter(None, sentences)), self.subject, is_tried=is_tried)
+    def with_way(self, *sentences: str) -> TargetFailedError:
+        """Return the error with these sentences as its way out."""
+        return TargetFailedError(self.said, " ".join(filter(None, sentences)), self.subject)
 
 
 @contextmanager

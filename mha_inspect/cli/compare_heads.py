@@ -74,24 +74,20 @@ def compare_heads(
     attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
-        from ..call.call import TargetFailedError, explaining
+        from ..call.call import explaining
         from ..questions.compare_heads import compare_heads as report_of
 
         subjects = _subjects(target, options, compared)
         baseline = subjects[0][1]
         with explaining(baseline):
-            try:
-                report = report_of(
-                    subjects,
-                    steps=steps or 0,
-                    focus=focus,
-                    time=time,
-                    tick=tick,
-                    see=partial(_keep, attended) if draws else None,
-                )
-            except TargetFailedError as failed:
-                way = _counts_that_run(subjects, failed.subject)
-                raise failed if not way else failed.with_way(way, is_tried=True) from failed
+            report = report_of(
+                subjects,
+                steps=steps or 0,
+                focus=focus,
+                time=time,
+                tick=tick,
+                see=partial(_keep, attended) if draws else None,
+            )
     drawn = _drawn(attended, is_page=is_page, asked=picture, on_terminal=on_terminal) if draws else None
     subject.print_notes(baseline.notes, options)
     print_and_export(report, options, export, drawn)
@@ -142,28 +138,6 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         call = subject.call_of(module, options, call)
         subjects.append((count, subject_of(module, call, options.seed)))
     return subjects
-
-
-def _counts_that_run(subjects: Sequence[tuple[int, Subject]], failed: Subject | None) -> str:
-    """Return a sentence with the head counts whose forward runs, where that of another one raised.
-
-    E.g. 1 head cannot share 2 key heads, and 2, 4 and 8 can. Empty if fewer than two run.
-    """
-    runs = [count for count, candidate in subjects if candidate is not failed and _runs(candidate)]
-    if len(runs) < 2:
-        return ""
-    return f"The target runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
-
-
-def _runs(subject: Subject) -> bool:
-    import torch
-
-    try:
-        with torch.no_grad(), subject.apart() as fresh:
-            fresh.plain()
-    except Exception:  # whatever the forward of a target raises
-        return False
-    return True
 
 
 def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:

@@ -214,10 +214,10 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         if trace is None or trace.failure is None:
             raise
         print_and_export(trace, options, None)
-        cause, failed_call = trace.failure.cause, cast("TargetFailedError", error)
-        if cause is None or failed_call.is_tried:
+        cause = trace.failure.cause
+        if cause is None:
             raise
-        raise failed_call.with_way(cause.explanation, cause.fix) from error
+        raise cast("TargetFailedError", error).with_way(cause.explanation, cause.fix) from error
 
 
 def _say_what_scores_take(options: Options) -> None:

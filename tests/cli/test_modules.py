@@ -100,7 +100,6 @@ def test_params_without_a_run_has_the_table_and_says_why(invoke: Program, target
             "params torch.nn:MultiheadAttention --num-heads 1,5 --embed-dim 14",
             "embed_dim must be divisible by num_heads",
         ),
-        ("trace hf:gpt2 --cache past_key_values", "no option --cache any more: the argument of the cache is found."),
     ],
 )
 def test_what_cannot_be_called_so(invoke: Program, line: str, said: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mha_inspect.cli.app import COMMANDS
-from mha_inspect.cli.messages import GONE
+from mha_inspect.cli.options import SET_BY_TEXT
 
 FILES = {
     "model.py": "",
@@ -134,12 +134,12 @@ def test_each_is_answered_in_a_line_or_two(invoke, folder, monkeypatch, case):
     assert [part for part in said if part not in told] == [], err
 
 
-@pytest.mark.parametrize("key", GONE)
-def test_a_removed_option_is_refused_in_one_line_with_the_way_that_is_left(invoke, key):
-    command, flag = ["trace", *key.split()][-2:]
-    code, out, err = invoke(command, flag)
+@pytest.mark.parametrize("setting", SET_BY_TEXT)
+def test_a_setting_without_an_option_is_refused_with_the_way_to_give_it(invoke, setting):
+    flag = f"--{setting.replace('_', '-')}"
+    code, out, err = invoke("trace", flag)
     assert (code, out) == (2, "")
-    assert err == f"mha-inspect: {command} has no option {flag} any more: {GONE[key]}\n"
+    assert err == f"mha-inspect: trace has no option {flag}: write --set {setting}=VALUE.\n"
 
 
 NO_BFLOAT16 = """
