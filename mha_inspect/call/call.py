@@ -247,14 +247,6 @@ class Plan:
                 return token
         return None
 
-    @property
-    def code(self) -> str:
-        """The tensor as Python code."""
-        shape = self.shape(InputSpec(batch=2))
-        if self.kind == "ids":
-            return f"torch.randint({self.below}, {shape})"
-        return f"torch.randn{shape}"
-
 
 def _rotation(shape: tuple[int, ...]) -> Tensor:
     """Return rotary positions as complex numbers, `… query … pair`: position · 10000^(-pair / pairs) is the angle.

@@ -23,7 +23,7 @@ from ..making.vocabulary import ALIASES, Flags, Kind, flag_of, typed_as
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Sizes, beside, configured_plans, guessed_plans, is_hugging_face, needed
+from .guess import Sizes, configured_plans, guessed_plans, is_hugging_face, needed
 from .layout import Layout, layout_by_layers, layout_of
 from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
@@ -197,7 +197,7 @@ class _Drawing:
                     return "key"
         return "query"
 
-    def probed(self, plans: Mapping[str, Plan], watched: Collection[str], *, whole: bool) -> Probed:
+    def probed(self, plans: Mapping[str, Plan], watched: Collection[str], whole: bool) -> Probed:
         """Run the forward with these plans, and return the use of the watched arguments."""
         values = self.values(plans)
         call = self.forward.call(values)
@@ -210,61 +210,30 @@ class _Drawing:
         call = self.forward.call(self.values(plans))
         return layout_by_layers(call.of(self.forward.module), inputs.batch, inputs.seq_len)
 
-    def runs(self, plans: Mapping[str, Plan]) -> bool:
-        """Return whether the forward runs to its end with these plans."""
-        probed = self.probed(plans, (), whole=True)
-        return probed.error is None
-
 
 def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) -> dict[str, Plan]:
     """Return the plans of the tensors to draw: with a given shape, a configured one, and then a guessed one.
 
     Raises as `make_call`.
     """
-    target = sizes.target
+    target, forward = sizes.target, drawing.forward
     plans: dict[str, Plan] = {}
     for name, shape in shapes.items():
         plans[name] = sizes.given(name, shape)
-    names = needed(drawing.forward, target, drawing.asked.inputs, {*drawing.given, *plans})
+    names = needed(forward, drawing.asked.inputs, {*drawing.given, *plans})
     if is_hugging_face(target.module):
-        plans = _with_configured(drawing, plans, names)
+        free = set(forward.parameters) - {*drawing.given, *plans}
+        plans |= configured_plans(target.module.config, names, free)
     names = [name for name in names if name not in plans]
     if _has_named_sizes(target):
-        for name in names:
-            plans[name] = sizes.plan(name)
-    elif names:
-        plans.update(_guessed(sizes, drawing, plans, names))
-    return plans
+        return plans | {name: sizes.plan(name) for name in names}
+    if not names:
+        return plans
 
+    def run(guesses: Mapping[str, Plan], watched: Collection[str], whole: bool) -> Probed:
+        return drawing.probed({**plans, **guesses}, watched, whole)
 
-def _guessed(sizes: Sizes, drawing: _Drawing, plans: Mapping[str, Plan], names: Sequence[str]) -> dict[str, Plan]:
-    """Return the plans of these arguments by their use in a run, in which the others have their plans already."""
-
-    def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
-        together = {**plans, **guesses}
-        return drawing.probed(together, guesses, whole=whole)
-
-    def runs(guesses: Mapping[str, Plan]) -> bool:
-        return drawing.runs({**plans, **guesses})
-
-    return guessed_plans(sizes, names, {*drawing.given, *plans}, run, runs)
-
-
-def _with_configured(drawing: _Drawing, plans: Mapping[str, Plan], names: list[str]) -> dict[str, Plan]:
-    """Return the plans and those that the configuration of a model describes, with text or images that it lacks."""
-    module = drawing.forward.module
-    seq_len = drawing.asked.inputs.seq_len
-    free = set(drawing.forward.parameters) - {*drawing.given, *plans}
-    names_of_all = [*names, *plans, *drawing.given]
-    partners = beside(names_of_all, free)
-    fewer = configured_plans(module, names, free, seq_len)
-    fewer.update(plans)
-    # With its partners, a model of text and images gets both.
-    more = configured_plans(module, names + partners, free, seq_len)
-    more.update(plans)
-    if len(more) <= len(fewer) or drawing.runs(fewer):
-        return fewer
-    return more if drawing.runs(more) else fewer
+    return plans | guessed_plans(sizes, names, {*drawing.given, *plans}, run)
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------

@@ -24,13 +24,11 @@ from ..running.subject import Subject
 class Evidence:
     """The kind and size of one argument."""
 
-    kind: Literal["width", "ids", "image"]
+    kind: Literal["width", "ids", "image", "channels_first"]
     size: int
     """Width of the last axis, number of tokens, or channels."""
     firm: bool = True
     """Whether the kind is certain: an argument in a sum or an elementwise product may be of any kind."""
-    is_1d: bool = False
-    """Whether an image is one row of pixels, as a waveform or a spectrogram in a 1-D convolution."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ class _Use:
         if self.func != "conv1d":
             return Evidence("image", channels)
         is_sequence = self.followed.tensor.dim() == 3 and self.followed.place == 1
-        return Evidence("width" if is_sequence else "image", channels, is_1d=True)
+        return Evidence("width" if is_sequence else "channels_first", channels)
 
     def _of_product(self, operand: Tensor) -> Evidence | None:
         """Return the width by a right operand, `width features` or one vector."""
@@ -282,7 +280,7 @@ class _Watch(TorchFunctionMode):
             # Tokens are `batch sequence`, without the width of the vectors that were drawn.
             shape = tensor.shape[:2] if tensor.dim() > 2 else tensor.shape
             return torch.zeros(shape, dtype=torch.long, device=tensor.device)
-        if evidence.kind == "image" or evidence.size == tensor.shape[followed.place]:
+        if evidence.kind != "width" or evidence.size == tensor.shape[followed.place]:
             return tensor
         fitting = followed.with_width(evidence.size)
         self._followed[id(fitting)] = _Followed(fitting, followed.names, followed.place)

@@ -39,6 +39,10 @@ _NAMES: dict[str, str] = {
 }
 ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.items()}
 """Flag to the names of arguments of the same meaning, the most specific first."""
+VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
+CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
+IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
+"""Names of the sizes of inputs that have no flag."""
 
 
 SET_BY_NAME = ("head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn", "dropout")
