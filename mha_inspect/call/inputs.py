@@ -20,12 +20,11 @@ from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Flags, Kind, flag_of, typed_as
-from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
 from .guess import Sizes, configured_plans, guessed_plans, is_hugging_face, needed
 from .layout import Layout, layout_by_layers, layout_of
-from .masks import mask_arguments, masks_of, try_masks
+from .masks import masks_of
 from .part import call_with
 from .probe import Probed, probe
 
@@ -76,7 +75,16 @@ def make_call(target: Target, asked: Asked) -> Call:
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = replace(drawing, forward=forward).values(plans)
-    masks = _masks(forward, target, asked, values, notes)
+    inputs = asked.inputs
+    if target.layer is None:
+        # A setting of the constructor may have taken --causal: the module masks by itself.
+        is_built_causal = any(getattr(target.module, name, False) for name in ALIASES["causal"])
+        is_asked = inputs.causal and "causal" in asked.flags.typed
+        inputs = replace(inputs, causal=is_asked and not is_built_causal)
+    try:
+        masks = masks_of(forward, target, inputs, values, asked.seed)
+    except SpecError as error:  # another layout may be the solution
+        raise type(error)(" ".join((str(error), *notes))) from None
     call = forward.call({**values, **masks.by_name})
     # An argument without a name comes first, then the others in the order of the signature.
     drawn = [name for name in plans if name not in forward.parameters]
@@ -270,71 +278,6 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     verb = "is" if len(names) == 1 else "are"
     listed = ", ".join(names)
     return (f"{listed} {verb} `{axes}`: {layout.why}",)
-
-
-# -- masks ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Masks:
-    """The masks of a call by name, and sentences on how they were found."""
-
-    by_name: Mapping[str, Any]
-    notes: Sequence[str] = ()
-    missed: Sequence[str] = ()
-    """Required masks of which no usual form runs: they are None."""
-
-
-def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: Sequence[str]) -> _Masks:
-    """Return the masks that the user asked for, in the form that the forward takes. Raises as `make_call`."""
-    inputs = asked.inputs
-    if target.layer is None:
-        is_asked = inputs.causal and "causal" in asked.flags.typed
-        inputs = replace(inputs, causal=is_asked and not _is_built_causal(target.module))
-    free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
-    made_masks = masks_of(forward, target, inputs, values, free)
-    still_free = [name for name in free if name not in made_masks.by_name]
-    known = {**values, **made_masks.by_name}
-    flags = made_masks.open_flags
-    missed = () if flags else _missed(forward, target, known, still_free)
-    if not flags and not missed:
-        return _Masks(made_masks.by_name)
-
-    def run(tried: Mapping[str, Tensor]) -> Subject:
-        call = forward.call({**known, **tried})
-        subject = call.of(target.module)
-        return replace(subject, seed=asked.seed, grad=False)
-
-    try:
-        if missed:
-            causal = replace(inputs, causal=True)
-            tried = try_masks(forward, causal, ["--causal"], missed, run)
-        else:
-            tried = try_masks(forward, inputs, flags, still_free, run)
-    except SpecError as error:  # another layout may be the solution
-        if missed:
-            return _Masks(made_masks.by_name, missed=missed)
-        raise type(error)(" ".join((str(error), *notes))) from None
-    said = list(tried.notes)
-    if missed:
-        said = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name] + said
-    return _Masks({**made_masks.by_name, **tried.by_name}, said)
-
-
-def _missed(forward: Forward, target: Target, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
-    """Return the required masks that the forward uses as tensors: it raises where they are None."""
-    required = [name for name in free if forward.is_needed(name)]
-    if not required or target.layer is not None:
-        return []
-    error = probe(forward.call(values).of(target.module), {}, whole=True).error
-    if not isinstance(error, (TypeError, AttributeError)) or "None" not in str(error):
-        return []
-    return required
-
-
-def _is_built_causal(module: nn.Module) -> bool:
-    """Return whether the constructor of a module took --causal, so that it masks by itself."""
-    return any(getattr(module, name, False) for name in ALIASES["causal"])
 
 
 # -- from the options --------------------------------------------------------------------------------------------------
