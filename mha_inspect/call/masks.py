@@ -276,7 +276,8 @@ def merged_mask(
 
 # -- trying the forms that a forward may take -------------------------------------------------------------------------
 
-_FORMS = ("query key", "batch key", "batch query key", "batch 1 1 key", "batch 1 query key", "batch heads query key")
+_FORMS = ("batch key", "batch 1 1 key", "query key", "batch query key", "batch 1 query key", "batch heads query key")
+"""Forms of masks of keys first: padding does not depend on the query, as a causal mask does."""
 _MEANS = {
     "keeps": "True keeps a key",
     "masks": "True masks out a key",
@@ -430,7 +431,7 @@ class _Trial:
         )
 
     def _forms(self, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
-        """Yield the forms to try: masks of keys alone do not depend on the query, as a causal mask does."""
+        """Yield the forms to try: for a causal mask only those with queries."""
         for argument, axes, means in product(free, _FORMS, _MEANS):
             if "--causal" in flags and "query" not in axes:
                 continue
