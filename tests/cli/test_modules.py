@@ -345,7 +345,7 @@ def test_nothing_is_concluded_from_unrelated_weights(invoke: Program) -> None:
     [
         ("torch narow", "Did you mean narrow?"),
         ("torch bert --layer narrow", "layer narrow is a third layer beside torch and bert"),
-        ("torch split-heads --set kdim=7", "the same sizes"),
+        ("torch split-heads --set kdim=7", "layer split-heads does not take kdim 7"),
         ("torch wide", "Try --set head_dim=7."),
         ("torch --left-set seq_len=7", "--left-set seq_len affects both sides"),
         ("torch --right-set dtyp=float16", "Did you mean dtype?"),
