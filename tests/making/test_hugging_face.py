@@ -114,8 +114,11 @@ def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
     assert (code, [row["head_dim"] for row in json.loads(out)["counts"]]) == (0, [14, 7, 2]), err
 
 
+_LAYERS = {"vision_config.num_hidden_layers": "1", "text_config.num_hidden_layers": "2"}
+
+
 def test_parts_of_a_configuration():
-    target = load("hf:clip", {"num_hidden_layers": "1", "text_config.num_hidden_layers": "2"}, device="meta")
+    target = load("hf:clip", _LAYERS, device="meta")
     config = target.module.config
     assert (config.vision_config.num_hidden_layers, config.text_config.num_hidden_layers) == (1, 2)
     with pytest.raises(SpecError, match=r"text_config.num_hiden_layers.*Did you mean text_config.num_hidden_layers"):
