@@ -104,9 +104,9 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
         subject.check_layer(options, compared)
         return compared
     subject.check_target(target, options, "compare-heads")
-    decides = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
+    decides = heads or "embed_dim" in options.given or len(options.head_counts()) > 1
     compared = chosen_counts(options, heads) if decides else ()
-    subject.inputs(options)
+    options.input_spec()
     subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
 
@@ -116,10 +116,10 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
     from ..call.load import subject_of
 
     if target is None:
-        return [(count, subject.load(None, subject.with_heads(options, count))) for count in compared]
+        return [(count, subject.load(None, options.with_heads(count))) for count in compared]
 
     def built(count: int) -> Target:
-        module = subject.load_target(target, subject.with_heads(options, count))
+        module = subject.load_target(target, options.with_heads(count))
         subject.require_head_count(module, "compare-heads")
         return module
 
@@ -193,11 +193,11 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is
     not the default is the baseline; a list in --num-heads replaces --heads.
     """
-    named = subject.head_counts(options)
-    if named == subject.head_counts(Options()) or (heads and len(named) > 1):
+    named = options.head_counts()
+    if named == Options().head_counts() or (heads and len(named) > 1):
         named = ()
     if not heads and len(named) < 2:
-        subject.attention(options, 1)
+        options.attention_spec(1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
     compared = tuple(dict.fromkeys((*named, *heads)))

@@ -4,7 +4,9 @@
 # makes usage errors noticeably slower.
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -12,10 +14,11 @@ import typer
 
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import LAYERS
-from ..making.vocabulary import SET_BY_NAME, SET_OF_RUN, SWITCHES, dashed
+from ..making.vocabulary import ALIASES, SET_BY_NAME, SET_OF_RUN, SWITCHES, Flags, dashed
 from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
+    from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
     from ..making.in_file import ChosenTarget
     from ..reports.common import LayerArgument
 
@@ -275,6 +278,83 @@ class Options:
             setattr(self, name, read_setting(name, text))
         except typer.BadParameter as error:
             raise SpecError(f"{flag} {name}={shown(text)} is invalid: {error.message}") from None
+
+    def with_settings(self, settings: Mapping[str, str], flag: str) -> "Options":
+        """Return these options with others in their place, by name, as if they were typed. `flag` gave them."""
+        changed = copy(self)
+        for name, text in settings.items():
+            changed.set(name, text, flag)
+            changed.given |= {name}
+            changed.typed |= {name}
+        return changed
+
+    def with_heads(self, count: int) -> "Options":
+        """Return these options with one head count, set as if by a variable: a target may ignore it."""
+        changed = copy(self)
+        changed.num_heads = str(count)
+        changed.given, changed.typed = self.given | {"num_heads"}, self.typed - {"num_heads"}
+        return changed
+
+    def head_counts(self) -> tuple[int, ...]:
+        """Return the numbers of --num-heads, each once. Raises `SpecError` if empty or not whole numbers."""
+        typed = counts("num_heads", self.num_heads)
+        if not typed:
+            raise SpecError("num_heads is empty: give the number of attention heads, e.g. --num-heads 8.")
+        return tuple(dict.fromkeys(typed))
+
+    def single_head_count(self, command: str) -> int:
+        """Return the number of --num-heads. Raises `SpecError` for a list, with the commands that take one."""
+        first, *more = self.head_counts()
+        if more:
+            raise SpecError(
+                f"num_heads {self.num_heads} is a list, but {command} takes one number, e.g. --num-heads {first}. "
+                f"To compare several: `mha-inspect params --num-heads {self.num_heads}` or `mha-inspect "
+                f"compare-heads --heads {self.num_heads}`."
+            )
+        return first
+
+    def attention_spec(self, num_heads: int) -> "AttentionSpec":
+        """Return the spec of the layer, with this head count. Raises `SpecError` if its sizes contradict each other."""
+        from ..layers.spec import AttentionSpec
+
+        self.require_seed()
+        settings = self._of(AttentionSpec) | {"num_heads": num_heads, "training": self.train}
+        return LAYERS[self.layer].spec(**settings)
+
+    def input_spec(self) -> "InputSpec":
+        """Return the spec of the inputs. Raises `SpecError` if their sizes contradict each other."""
+        from ..layers.spec import InputSpec
+
+        return InputSpec(**self._of(InputSpec) | {"padding": counts("padding", self.padding)})
+
+    def run_spec(self) -> "RunSpec":
+        """Return how the layer is run."""
+        from ..layers.spec import RunSpec
+
+        return RunSpec(**self._of(RunSpec))
+
+    def show(self) -> "Show":
+        """Return the numbers to report beyond shapes and axes."""
+        from ..layers.spec import Show
+
+        for_a_machine = self.json or self.ending == ".json"
+        return Show(**self._of(Show), full_values=self.values and for_a_machine)
+
+    def flags(self) -> Flags:
+        """Return the flags for the constructor of a target, with their sources. Raises as `single_head_count`."""
+        values = {name: getattr(self, name) for name in ALIASES if name != "num_heads"}
+        values["num_heads"] = self.single_head_count("a target")
+        return Flags(values, self.given, self.typed)
+
+    def _of(self, spec: type) -> dict[str, Any]:
+        """Return the values of options that have the name of a spec's field."""
+        names = [field.name for field in fields(spec) if hasattr(self, field.name)]
+        return {name: getattr(self, name) for name in names}
+
+    def require_seed(self) -> None:
+        """Raise `SpecError` for a seed that is out of range."""
+        if not 0 <= self.seed < 2**64:
+            raise SpecError(f"seed {self.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
 
     def require_file_options(self, text: str, *used: str) -> None:
         """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""

@@ -59,7 +59,7 @@ def params(
     """
     if target is not None and is_checkpoint(target):
         return _params_of_file(target, options, like, per_head=per_head, ranks=ranks)
-    heads = subject.head_counts(options)
+    heads = options.head_counts()
     if like is not None:
         given = "none was given" if target is None else f"{shown(target)} is not one"
         way = "Give one, e.g. mha-inspect params model.safetensors --like hf:gpt2."
@@ -74,7 +74,7 @@ def params(
     if ranks is not None and len(heads) > 1:
         raise _nothing_to_cut(ranks)
     export = checked_destination(options, computes=True)
-    asked = {"show": subject.show(options), "per_head": per_head}
+    asked = {"show": options.show(), "per_head": per_head}
     report = _of_module(target, options, heads, asked, ranks)
     print_and_export(report, options, export)
     return ExitCode.OK
@@ -87,7 +87,7 @@ def _params_of_file(text: str, options: Options, like: str | None, *, per_head: 
     if ranks is not None:
         raise _nothing_to_cut(ranks)
     reads = options.stats or options.values
-    show = subject.show(options)
+    show = options.show()
     export = checked_destination(options, computes=reads or like is not None)
     report = _of_checkpoint(text, options, like, {"show": show if reads else None, "per_head": per_head})
     print_and_export(report, options, export)
@@ -123,7 +123,7 @@ def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[st
     from ..checkpoints.params import params_of_checkpoint
 
     if like is None:
-        count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+        count = options.single_head_count("a checkpoint") if "num_heads" in options.typed else None
         with subject.waiting(options, f"reading {text}"):
             return params_of_checkpoint(Path(text), num_heads=count, **asked)
     with subject.running(options, f"reading {text}"):
@@ -148,10 +148,10 @@ def _of_module(
         from ..running.subject import Subject
 
         if text is None:
-            specs = [subject.attention(options, count) for count in heads]
-            run = subject.run(options)
+            specs = [options.attention_spec(count) for count in heads]
+            run = options.run_spec()
             return _cut([load_layer(spec, INPUTS, run, options.layer) for spec in specs], ranks, asked)
-        by_count = [subject.with_heads(options, count) for count in heads] if many else [options]
+        by_count = [options.with_heads(count) for count in heads] if many else [options]
         targets = [subject.load_target(text, changed) for changed in by_count]
         first = targets[0]
         if many:

@@ -84,17 +84,12 @@ class AskedSide:
 
     def options(self, options: Options) -> Options:
         """Return the options with the other settings of this side. Keys may have hyphens for underscores."""
-        side = copy(options)
-        of_constructor = self.of_constructor
+        of_run: dict[str, str] = {}
         for name, text in self.by_name.items():
-            if name in of_constructor:
-                continue
-            self._require_setting(name)
-            option = "train" if name == "training" else name
-            side.set(option, text, self.flag)
-            side.given |= {option}
-            side.typed |= {option}
-        return side
+            if name not in self.of_constructor:
+                self._require_setting(name)
+                of_run["train" if name == "training" else name] = text
+        return options.with_settings(of_run, self.flag)
 
     def _require_setting(self, name: str) -> None:
         """Raise `SpecError` for a name that is no setting of one side."""
@@ -129,8 +124,8 @@ def planned_layer(options: Options, asked: AskedSide) -> PlannedLayer:
     changed = asked.options(options)
     changed.layer = kind.name
     try:
-        spec = subject.attention(changed, subject.single_head_count(changed, "diff"))
-        inputs, run = subject.inputs(changed), subject.run(changed)
+        spec = changed.attention_spec(changed.single_head_count("diff"))
+        inputs, run = changed.input_spec(), changed.run_spec()
         kind.check(spec, inputs, run)
     except SpecError as error:
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
@@ -166,8 +161,8 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
             _ = side.kind
         changed = side.options(options)
         require_numbers(changed.device, "compare", _SHAPES)
-        subject.inputs(changed)
-    subject.single_head_count(options, "diff")
+        changed.input_spec()
+    options.single_head_count("diff")
     if not has_target:
         _require_same_rows(planned_layer(options, sides[0]), planned_layer(options, sides[1]))
     return sides

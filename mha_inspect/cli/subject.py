@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import free_memory, limited_to_what_is_free
 from ..layers.catalog import LAYERS
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..layers.spec import Show
 from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
 from ..text import byte_size, did_you_mean, first_few, shown
 from .messages import does_not_fit
-from .options import FORMS, Options, counts, how_to_give_sizes, is_target
+from .options import FORMS, Options, how_to_give_sizes, is_target
 from .output import print_and_export, say
 from .process import import_torch, resume_collection
 from .ranks import place
@@ -27,67 +26,6 @@ if TYPE_CHECKING:
     from ..making.target import Target
     from ..reports.trace import Trace
     from ..running.subject import Subject
-
-
-def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads, each once. Raises `SpecError` if empty or not whole numbers."""
-    typed = counts("num_heads", options.num_heads)
-    if not typed:
-        raise SpecError("num_heads is empty: give the number of attention heads, e.g. --num-heads 8.")
-    return tuple(dict.fromkeys(typed))
-
-
-def single_head_count(options: Options, command: str) -> int:
-    """Return the number of --num-heads. Raises `SpecError` for a list, with the commands that take one."""
-    first, *more = head_counts(options)
-    if more:
-        raise SpecError(
-            f"num_heads {options.num_heads} is a list, but {command} takes one number, e.g. --num-heads {first}. "
-            f"To compare several: `mha-inspect params --num-heads {options.num_heads}` or `mha-inspect "
-            f"compare-heads --heads {options.num_heads}`."
-        )
-    return first
-
-
-def _same(spec: type, options: Options) -> dict[str, Any]:
-    """Return the values of options that have the name of a spec's field."""
-    return {field.name: getattr(options, field.name) for field in fields(spec) if hasattr(options, field.name)}
-
-
-def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the spec of the layer, with this head count. Raises `SpecError` if its sizes contradict each other."""
-    _require_seed(options)
-    settings = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train}
-    return LAYERS[options.layer].spec(**settings)
-
-
-def _require_seed(options: Options) -> None:
-    if not 0 <= options.seed < 2**64:
-        raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
-
-
-def inputs(options: Options) -> InputSpec:
-    """Return the spec of the inputs. Raises `SpecError` if their sizes contradict each other."""
-    return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
-
-
-def run(options: Options) -> RunSpec:
-    """Return how the layer is run."""
-    return RunSpec(**_same(RunSpec, options))
-
-
-def show(options: Options) -> Show:
-    """Return the numbers to report beyond shapes and axes."""
-    for_a_machine = options.json or options.ending == ".json"
-    return Show(**_same(Show, options), full_values=options.values and for_a_machine)
-
-
-def with_heads(options: Options, count: int) -> Options:
-    """Return the options with one head count, set as if by a variable: a target may ignore it."""
-    changed = copy.copy(options)
-    changed.num_heads = str(count)
-    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
-    return changed
 
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
@@ -110,27 +48,19 @@ def require_head_count(target: Target, command: str) -> None:
         )
 
 
-def flags(options: Options) -> Flags:
-    """Return the flags for the constructor of a target, with their sources. Raises `SpecError` for a list of heads."""
-    named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
-    named |= {"causal", "seq_len"}
-    values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
-    return Flags(values, options.given, options.typed)
-
-
 def check(text: str | None, options: Options, command: str) -> None:
     """Check a layer or a target as far as possible before torch is imported."""
     if text is not None:
         check_target(text, options, command)
         return
     options.take_settings(command)
-    check_layer(options, [single_head_count(options, command)])
+    check_layer(options, [options.single_head_count(command)])
 
 
 def check_layer(options: Options, counts: Sequence[int]) -> None:
     """Check a layer with each of these head counts as far as possible."""
     for count in counts:
-        LAYERS[options.layer].check(attention(options, count), inputs(options), run(options))
+        LAYERS[options.layer].check(options.attention_spec(count), options.input_spec(), options.run_spec())
 
 
 def check_target(
@@ -150,11 +80,11 @@ def check_target(
     require_file(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
-    _require_seed(options)
+    options.require_seed()
     options.take_settings_of_run()
     parse_shapes(options.input_shape or [])
     if not many_heads:
-        flags(options)
+        options.flags()
 
 
 def _require_no_file(text: str) -> None:
@@ -281,8 +211,8 @@ def load(text: str | None, options: Options, tick: Tick = lambda words: None) ->
     from ..call.load import load_layer, subject_of
 
     if text is None:
-        spec = attention(options, single_head_count(options, "trace"))
-        return load_layer(spec, inputs(options), run(options), options.layer)
+        spec = options.attention_spec(options.single_head_count("trace"))
+        return load_layer(spec, options.input_spec(), options.run_spec(), options.layer)
     tick("importing and building it")
     target = load_target(text, options)
     tick("its forward")
@@ -306,7 +236,7 @@ def load_target(
     from ..making.target import TargetSpec
     from ..making.target import load_target as build
 
-    asked_flags = flags(options)
+    asked_flags = options.flags()
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
     spec = TargetSpec(
         flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere), flag),
@@ -349,7 +279,7 @@ def call_of(target: Target, options: Options, like: Call | None = None, *, may_f
     from ..making.settings import parse_shapes
 
     shapes = parse_shapes(options.input_shape or [])
-    asked = Asked(inputs(options), flags(options), shapes, options.seed)
+    asked = Asked(options.input_spec(), options.flags(), shapes, options.seed)
     return call_target(target, asked, like=like, may_fail=may_fail)
 
 

@@ -184,7 +184,7 @@ class _Asked:
 
     def _recorded(self, loaded: Subject, *, keep: bool) -> tuple[Trace, Run]:
         """Run a subject as it was asked for: by tokens, over ranks, or once."""
-        show = subject.show(self.options)
+        show = self.options.show()
         if self.decode is not None:
             from ..questions.decode import decoded
 

@@ -209,7 +209,10 @@ def _setting_names(config_class: Any) -> list[str]:
     """Return every name that --set could give a configuration: empty for a part of any type."""
     names = list(getattr(config_class, "attribute_map", {}))
     if dataclasses.is_dataclass(config_class):
-        names += [field.name for field in dataclasses.fields(config_class)]
+        fields = [field.name for field in dataclasses.fields(config_class)]
+        # Those of this type first, then those of every configuration.
+        of_this_type = vars(config_class).get("__annotations__", {})
+        names += sorted(fields, key=lambda name: name not in of_this_type)
     return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
