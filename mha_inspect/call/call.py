@@ -18,7 +18,6 @@ from ..making.arguments import signature_of
 from ..making.importing import in_one_line
 from ..making.vocabulary import Kind, kind_of, plain
 from ..record.arguments import described, tensors_in
-from ..record.ranks import needs_ranks
 from ..running.subject import Subject
 from ..text import did_you_mean, shown
 
@@ -295,7 +294,7 @@ def explaining(subject: Subject, how: str = "") -> Iterator[None]:
             raise
         called = subject.described or "a call without tensors"
         said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}."
-        raise TargetFailedError(said, way_out(subject), subject) from error
+        raise TargetFailedError(said, subject.hint, subject) from error
 
 
 def _is_of_users_forward(error: Exception, subject: Subject) -> bool:
@@ -307,19 +306,3 @@ def _is_of_users_forward(error: Exception, subject: Subject) -> bool:
         return False
     call_of_module = nn.Module._call_impl.__code__
     return any(frame.f_code is call_of_module for frame, _ in walk_tb(error.__traceback__))
-
-
-def way_out(subject: Subject) -> str:
-    """Return a sentence on another way to call a forward that raised: in training mode, if it runs there.
-
-    Empty if nothing was guessed.
-    """
-    if subject.module.training or needs_ranks(subject.module):
-        return subject.hint
-    try:
-        with torch.no_grad(), subject.apart() as fresh:
-            fresh.module.train()
-            fresh.plain()
-    except Exception:  # it has another reason
-        return subject.hint
-    return "The forward succeeds in training mode. Use --train."

@@ -17,6 +17,7 @@ from ..making.vocabulary import Kind
 from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
 from .call import Call, Forward
+from .layout import layout_of
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),
@@ -96,7 +97,7 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         kwargs={**by_name, **kwargs},
         described="",
         origin=origin,
-        batch_first=_is_batch_first(module),
+        batch_first=layout_of(module, parameters).batch_first,
         is_layout_known=False,
     )
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
@@ -105,15 +106,6 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if named.kind not in ("mask", "setting"):
             drawn.append(path)
     return replace(call, described=described(values), drawn=tuple(drawn))
-
-
-def _is_batch_first(module: nn.Module) -> bool:
-    """Return the first `batch_first` among the parts of a module; True if there is none."""
-    for part in module.modules():
-        batch_first = getattr(part, "batch_first", None)
-        if isinstance(batch_first, bool):
-            return batch_first
-    return True
 
 
 # -- the same tensors into two forwards --------------------------------------------------------------------------------

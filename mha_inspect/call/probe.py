@@ -215,8 +215,6 @@ class _Watch(TorchFunctionMode):
         if is_lookup and isinstance(args[1], str):
             self.holder = followed.names[-1]
             raise _EnoughError
-        if name == "multi_head_attention_forward":
-            return self._attend(func, args, kwargs)
         evidence = self._evidence(_Use(name, args, kwargs, followed))
         if evidence is not None:
             fitting = self._record(followed, evidence)
@@ -231,22 +229,6 @@ class _Watch(TorchFunctionMode):
             if id(tensor) in self._followed:
                 return self._followed[id(tensor)]
         return None
-
-    def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record the widths of query, key and value in a call of torch's attention, and make it with fitting ones."""
-        embed_dim = args[3]
-        widths = [embed_dim, embed_dim, embed_dim]
-        if kwargs.get("use_separate_proj_weight", False):
-            widths[1] = kwargs["k_proj_weight"].shape[1]
-            widths[2] = kwargs["v_proj_weight"].shape[1]
-        fitting: list[Tensor] = []
-        for tensor, width in zip(args[:3], widths, strict=True):
-            followed = self._followed.get(id(tensor))
-            if followed is None:
-                # A key that the module itself made has to fit as well.
-                followed = _Followed(tensor, [], tensor.dim() - 1)
-            fitting.append(self._record(followed, Evidence("width", width)))
-        return func(*fitting, *args[3:], **kwargs)
 
     def _evidence(self, use: _Use) -> Evidence | None:
         """Return what a use shows, unless both operands are arguments, which shows nothing of either."""

@@ -29,7 +29,7 @@ USUAL = (1, 2, 4, 8, 16)
 @command(
     "compare-heads --embed-dim 512 --heads 1,2,4,8,16",
     "compare-heads --embed-dim 512 --heads 1,8 --steps 1 --focus --fail-if differs",
-    without=NUMBERS,
+    without=(*NUMBERS, "num_heads"),
 )
 def compare_heads(
     options: Options,
@@ -100,12 +100,13 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
     require_numbers(options.device, "compare", sizes)
     if target is None:
         options.take_settings("compare-heads")
-        compared = chosen_counts(options, heads)
-        subject.check_layer(options, compared)
-        return compared
+        options.attention_spec(1)  # embed_dim is a size
+        of_layer = chosen_counts(options.embed_dim, heads)
+        subject.check_layer(options, of_layer)
+        return of_layer
     subject.check_target(target, options, "compare-heads")
-    decides = heads or "embed_dim" in options.given or len(options.head_counts()) > 1
-    compared = chosen_counts(options, heads) if decides else ()
+    is_decided = heads or "embed_dim" in options.given
+    compared = chosen_counts(options.embed_dim, heads) if is_decided else ()
     options.input_spec()
     subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
@@ -130,7 +131,7 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
                 f"compare-heads cannot find the width of {shown(target)}, which limits the head counts. "
                 "Give the numbers, e.g. --heads 1,2,4."
             )
-        compared = chosen_counts(Options(num_heads=options.num_heads, embed_dim=width), ())
+        compared = chosen_counts(width, ())
     subjects: list[tuple[int, Subject]] = []
     call: Call | None = None
     for count in compared:
@@ -187,26 +188,21 @@ def _drawn(attended: Sequence[Attended], *, is_page: bool, asked: bool, on_termi
     return Drawn(tuple(pictures), printed=on_terminal, small=True, viewed=viewed)
 
 
-def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
+def chosen_counts(embed_dim: int, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare, each once, the baseline first. Raises `SpecError` for fewer than two.
 
-    Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is
-    not the default is the baseline; a list in --num-heads replaces --heads.
+    Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors.
     """
-    named = options.head_counts()
-    if named == Options().head_counts() or (heads and len(named) > 1):
-        named = ()
-    if not heads and len(named) < 2:
-        options.attention_spec(1)
-        usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
-        heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
-    compared = tuple(dict.fromkeys((*named, *heads)))
+    if not heads:
+        usual = tuple(count for count in USUAL if embed_dim % count == 0)
+        heads = usual if len(usual) > 1 else tuple(divisors(embed_dim))
+    compared = tuple(dict.fromkeys(heads))
     if len(compared) > 1:
         return compared
-    if min(compared, default=1) < 1:
-        raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
-    others = [count for count in divisors(options.embed_dim) if count not in compared] if options.embed_dim > 0 else []
-    way = f"embed_dim {options.embed_dim} allows no other head count. Try --embed-dim 512."
+    if compared[0] < 1:
+        raise SpecError(f"heads {compared[0]} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+    others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
+    way = f"embed_dim {embed_dim} allows no other head count. Try --embed-dim 512."
     if others:
         way = f"Try --heads {compared[0]},{others[0]}."
     raise SpecError(f"heads {compared[0]} is one head count, but compare-heads needs two or more. {way}")

@@ -19,8 +19,15 @@ from .help import SHORT
 from .options import SET_BY_TEXT
 from .output import say, stdout_failure
 
-_ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
-"""Names that other programs have for an option."""
+_ELSEWHERE = {
+    "output": "export",
+    "out": "export",
+    "save": "export",
+    "gpu": "device",
+    "cuda": "device",
+    "num_heads": "heads",
+}
+"""Names that other programs and commands have for an option."""
 
 
 def explain(error: BaseException) -> ExitCode:

@@ -137,9 +137,7 @@ class Options:
 
     layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
-    num_heads: str = option(
-        LAYER, "Number of heads. In params a list, in compare-heads the baseline.", "8", metavar="N"
-    )
+    num_heads: str = option(LAYER, "Number of heads. In params a list.", "8", metavar="N")
     num_kv_heads: int | None = size(LAYER, "Number of key and value heads (grouped queries).", unset="num_heads")
     head_dim: int | None = size(LAYER, "Features of one head.", unset="embed_dim / num_heads")
     rope: bool = option(LAYER, "Rotate queries and keys by their positions.", False)

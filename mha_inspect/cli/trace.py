@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
+from ..errors import ExitCode, ForwardError, SpecError
 from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
@@ -133,15 +133,7 @@ class _Asked:
         """Trace, print the page and write the file; return the trace."""
         options, wanted = self.options, self.wanted
         began = time.perf_counter() if self.watch else STARTED
-        try:
-            report, run = self._traced(keep=wanted is not None)
-        except DoesNotFitError as error:
-            if wanted is None or wanted.printed or options.ending != ".html":
-                raise
-            note = f"The page has no pictures, because their tensors do not fit in memory: {error}"
-            subject.print_notes([note], options)
-            wanted = None
-            report, run = self._traced(keep=False)
+        report, run = self._traced(keep=wanted is not None)
         report = self._with_patch(report, began)
         if run is None:  # every rank that raised prints its failure
             print_and_export(report, options, _unless_picture(self.export, options))
@@ -170,7 +162,7 @@ class _Asked:
         """Return the report of one run, or of a decode loop, and the run; None for it if the forward raised."""
         options = self.options
         with subject.running(options, f"tracing {self.target or options.layer}") as tick:
-            from ..call.call import explaining, way_out
+            from ..call.call import explaining
 
             loaded = subject.load(self.target, options, tick)
             try:
@@ -179,7 +171,7 @@ class _Asked:
             except ForwardError as failed:
                 is_one_call = self.decode is None and self.ranks is None
                 is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-                hint = way_out(loaded) if is_one_call and not is_explained else ""
+                hint = loaded.hint if is_one_call and not is_explained else ""
                 return _with_notes(failed.trace, (*loaded.notes, hint)), None
 
     def _recorded(self, loaded: Subject, *, keep: bool) -> tuple[Trace, Run]:

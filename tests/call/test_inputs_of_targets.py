@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from mha_inspect.__main__ import run
-from mha_inspect.call.call import Call, TargetFailedError, explaining
+from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.call.load import subject_of
 from mha_inspect.call.part import with_the_same
 from mha_inspect.errors import InputError, NoMaskError, SpecError
 from mha_inspect.layers.spec import InputSpec
@@ -144,17 +143,6 @@ def test_a_width_that_was_drawn_is_not_the_mistake_of_the_code(capsys: pytest.Ca
 def test_what_nobody_can_guess_is_refused_with_the_page_that_says_how_to_give_it(name: str, said: str) -> None:
     with pytest.raises(InputError, match=f"{said}.* `mha-inspect help inputs`"):
         loaded(name)
-
-
-def test_what_runs_in_training_mode_alone_says_so() -> None:
-    target, call = loaded("Trains")
-    subject = subject_of(target, call, 0)
-    told = pytest.raises(TargetFailedError, match=r"The forward succeeds in training mode. Use --train\.$")
-    with told, explaining(subject):
-        subject.plain()
-    assert not target.module.training
-    target.module.train()
-    subject.plain()
 
 
 def test_a_lazy_module_gets_a_width_or_is_refused() -> None:

@@ -80,7 +80,7 @@ NUMBERS = ["--ops", "--stats", "--values"]
     [
         ("trace", []),
         ("params", ["--ops"]),
-        ("compare-heads", NUMBERS),
+        ("compare-heads", ["--num-heads", *NUMBERS]),
         ("diff", NUMBERS),
         ("check", [*NUMBERS, "--train"]),
     ],
