@@ -318,8 +318,7 @@ class _Attempt:
     @property
     def num_shown(self) -> int:
         """The number of arguments of which the run showed that they are as planned, before it raised."""
-        shown = [name for name, evidence in self.probed.evidence.items() if evidence.firm]
-        return sum(not self.is_misread(name) for name in shown)
+        return sum(not self.is_misread(name) for name in self.probed.evidence)
 
     def is_enough(self, names: Sequence[str]) -> bool:
         """Return whether another run would show nothing more of these arguments."""
@@ -447,9 +446,7 @@ def _not_shown(forward: Forward, names: Sequence[str], optional: Sequence[str], 
     doubtful = names if raised and is_hugging_face(forward.module) else optional
     unknown: list[str] = []
     for name in doubtful:
-        evidence = attempt.probed.evidence.get(name)
-        is_firm = evidence is not None and evidence.firm
-        if not is_firm and (raised or name in attempt.plans):
+        if name not in attempt.probed.evidence and (raised or name in attempt.plans):
             unknown.append(name)
     return unknown
 

@@ -27,8 +27,6 @@ class Evidence:
     kind: Literal["width", "ids", "image", "channels_first"]
     size: int
     """Width of the last axis, number of tokens, or channels."""
-    firm: bool = True
-    """Whether the kind is certain: an argument in a sum or an elementwise product may be of any kind."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ def _read_as_object(error: AttributeError, named: Mapping[str, Tensor]) -> str |
     return None
 
 
-_SUMS = ("add", "sub", "mul", "div", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__sub__", "__truediv__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 _NORMS = ("layer_norm", "rms_norm")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -147,12 +144,7 @@ class _Use:
             return None
         if self.func == "linear":
             return Evidence("width", operand.shape[-1])
-        if self.func in _PRODUCTS:
-            return self._of_product(operand)
-        # An operand of size 1 is broadcast, and fits any width.
-        if self.func in _SUMS and operand.dim() > 0 and operand.shape[-1] != 1:
-            return Evidence("width", operand.shape[-1], firm=False)
-        return None
+        return self._of_product(operand) if self.func in _PRODUCTS else None
 
     def _of_norm(self) -> Evidence | None:
         shape = self.argument("normalized_shape", 1, None)
@@ -215,7 +207,7 @@ class _Watch(TorchFunctionMode):
         if is_lookup and isinstance(args[1], str):
             self.holder = followed.names[-1]
             raise _EnoughError
-        evidence = self._evidence(_Use(name, args, kwargs, followed))
+        evidence = _Use(name, args, kwargs, followed).evidence()
         if evidence is not None:
             fitting = self._record(followed, evidence)
             args, kwargs = changed((args, kwargs), lambda part: fitting if part is followed.tensor else part)
@@ -229,12 +221,6 @@ class _Watch(TorchFunctionMode):
             if id(tensor) in self._followed:
                 return self._followed[id(tensor)]
         return None
-
-    def _evidence(self, use: _Use) -> Evidence | None:
-        """Return what a use shows, unless both operands are arguments, which shows nothing of either."""
-        if use.func in _SUMS and id(use.operand) in self._followed:
-            return None
-        return use.evidence()
 
     def _follow(self, source: _Followed, result: Any) -> None:
         """Follow the results of a followed tensor, if one of their dimensions is still the width."""
