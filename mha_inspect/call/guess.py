@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
 from itertools import chain
@@ -146,11 +146,14 @@ class Sizes:
         """Return the width of vectors of a kind, `_UNUSUAL` if unknown."""
         return self._known_width(kind) or _UNUSUAL
 
-    def has_drawn_width(self, plan: Plan) -> bool:
-        """Return whether nothing in the target shows the width of a plan."""
-        if plan.is_given or plan.kind in ("ids", "image", "mask"):
-            return False
-        return plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None
+    def drawn_width(self, plans: Iterable[Plan]) -> int:
+        """Return the width of the first plan whose width nothing in the target shows; 0 if there is none."""
+        for plan in plans:
+            if plan.is_given or plan.kind in ("ids", "image", "mask"):
+                continue
+            if plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None:
+                return _UNUSUAL
+        return 0
 
     def possible_widths(self) -> list[int]:
         """Return widths that the target's settings show: that of all heads, then those with a name of a width."""

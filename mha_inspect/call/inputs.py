@@ -34,8 +34,6 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """The order of drawing: a kind that may share the tensor of another kind comes after it."""
 _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "attn_mask", "padding")
 """Flags that set the inputs."""
-_ROLES: dict[Kind, Kind] = {"query": "query", "hidden": "query", "key": "key", "other": "key", "value": "value"}
-"""Kind of an argument to the name that a file may use for it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,9 @@ def make_call(target: Target, asked: Asked) -> Call:
     lengths = (asked.inputs.seq_len, asked.inputs.keys)
     sizes = Sizes(target, forward, asked.inputs.unbatched, lengths)
     shapes = forward.named(asked.shapes, "--input-shape")
-    given = _given_values(sizes, asked)
+    given = dict(target.forward_settings)
+    if asked.inputs.input is not None:
+        given.update(_of_file(sizes, asked.inputs.input))
     for name in shapes:
         if name in given:
             raise SpecError(f"--input-shape and --input (or --set) both give {name}. Drop one of the two.")
@@ -75,14 +75,8 @@ def make_call(target: Target, asked: Asked) -> Call:
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = replace(drawing, forward=forward).values(plans)
-    inputs = asked.inputs
-    if target.layer is None:
-        # A setting of the constructor may have taken --causal: the module masks by itself.
-        is_built_causal = any(getattr(target.module, name, False) for name in ALIASES["causal"])
-        is_asked = inputs.causal and "causal" in asked.flags.typed
-        inputs = replace(inputs, causal=is_asked and not is_built_causal)
     try:
-        masks = masks_of(forward, target, inputs, values, asked.seed)
+        masks = masks_of(forward, target, _with_causal(target, asked), values, asked.seed)
     except SpecError as error:  # another layout may be the solution
         raise type(error)(" ".join((str(error), *notes))) from None
     call = forward.call({**values, **masks.by_name})
@@ -98,19 +92,23 @@ def make_call(target: Target, asked: Asked) -> Call:
         drawn=tuple(drawn),
         guessed=guessed,
         missed=tuple(masks.missed),
-        drawn_width=_drawn_width(sizes, plans),
+        drawn_width=sizes.drawn_width(plans.values()),
         said=(*notes, *masks.notes),
     )
 
 
-def _given_values(sizes: Sizes, asked: Asked) -> dict[str, Any]:
-    """Return the arguments that --set and a file give, by name."""
-    values = dict(sizes.target.forward_settings)
-    file = asked.inputs.input
-    if file is not None:
-        is_checked = _has_named_sizes(sizes.target)
-        values.update(_of_file(sizes, file, checked=is_checked))
-    return values
+def _with_causal(target: Target, asked: Asked) -> InputSpec:
+    """Return the inputs; causal ones for a target only if --causal was typed, and the module does not mask by itself.
+
+    A setting of its constructor may have taken --causal.
+    """
+    inputs = asked.inputs
+    if target.layer is not None or not inputs.causal:
+        return inputs
+    if "causal" not in asked.flags.typed:
+        return replace(inputs, causal=False)
+    is_built_causal = any(getattr(target.module, name, False) for name in ALIASES["causal"])
+    return replace(inputs, causal=not is_built_causal)
 
 
 def _has_named_sizes(target: Target) -> bool:
@@ -123,16 +121,6 @@ def _written(tensor: Tensor) -> str:
     shape = "x".join(map(str, tensor.shape))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{shape}:{dtype}"
-
-
-def _drawn_width(sizes: Sizes, plans: Mapping[str, Plan]) -> int:
-    """Return the width of the first plan whose width nothing shows; 0 if there is none."""
-    for plan in plans.values():
-        if sizes.has_drawn_width(plan):
-            width = plan.axes[-1]
-            assert isinstance(width, int)
-            return width
-    return 0
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
@@ -272,55 +260,36 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     if not layout.why or not names or asked.inputs.unbatched:
         return ()
     axes = "batch seq" if layout.batch_first else "seq batch"
-    kinds = {plans[name].kind for name in names if name in plans}
-    if kinds - {"ids"}:
+    if any(name in plans and plans[name].kind != "ids" for name in names):
         axes += " embed"
     verb = "is" if len(names) == 1 else "are"
-    listed = ", ".join(names)
-    return (f"{listed} {verb} `{axes}`: {layout.why}",)
+    return (f"{', '.join(names)} {verb} `{axes}`: {layout.why}",)
 
 
 # -- from the options --------------------------------------------------------------------------------------------------
 
 
-def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
-    """Return the tensors of a file by the names of the forward, or by their roles: query, key and value.
+def _of_file(sizes: Sizes, path: Path) -> dict[str, Any]:
+    """Return the tensors of a file by the names of the forward; a single one is the first argument.
 
-    Raises `InputError` if a `checked` tensor does not fit the layer, `SpecError` for an unknown name.
+    Raises `InputError` if a tensor does not fit a layer, `SpecError` for an unknown name.
     """
     forward = sizes.forward
-    renamed: dict[str, Tensor] = {}
-    by_role = _by_role(forward)
-    for name, tensor in _tensors_of(path, forward).items():
-        argument = name if name in forward.parameters else by_role.get(name, name)
-        renamed[argument] = tensor
-    tensors: dict[str, Any] = {}
-    for name, tensor in forward.named(renamed, shown(str(path))).items():
-        if checked:
-            _require_fit(printable(path), name, tensor, sizes)
-        tensors[name] = _moved(forward, tensor).contiguous()
-    return tensors
-
-
-def _tensors_of(path: Path, forward: Forward) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, a single one with an empty name: it is the first argument's."""
     content = read_tensors(path)
     if isinstance(content, Tensor):
-        return {"": content}
-    names = list(content)
-    if len(names) == 1 and names[0] not in forward.parameters:
-        return {"": content[names[0]]}
-    return content
-
-
-def _by_role(forward: Forward) -> dict[str, str]:
-    """Return the arguments that a file may call query, key and value, by that name."""
-    by_role: dict[str, str] = {}
-    for name in forward.parameters:
-        role = _ROLES.get(forward.kind(name))
-        if role is not None:
-            by_role[role] = name
-    return by_role
+        content = {"": content}
+    elif len(content) == 1 and not content.keys() & forward.parameters.keys():
+        (tensor,) = content.values()
+        content = {"": tensor}
+    tensors: dict[str, Any] = {}
+    for name, tensor in forward.named(content, shown(str(path))).items():
+        if _has_named_sizes(sizes.target):
+            _require_fit(printable(path), name, tensor, sizes)
+        # On the device of the parameters, and in their dtype unless it has whole numbers.
+        dtype = forward.dtype if tensor.is_floating_point() else None
+        moved = tensor.to(device=forward.device, dtype=dtype)
+        tensors[name] = moved.contiguous()
+    return tensors
 
 
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
@@ -346,9 +315,3 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     if not tensor.is_floating_point():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise InputError(f"{file}: {name} has dtype {dtype}, expected floating-point numbers. Save {name}.float().")
-
-
-def _moved(forward: Forward, tensor: Tensor) -> Tensor:
-    """Return a tensor on the device of the parameters, and in their dtype unless it has whole numbers."""
-    dtype = forward.dtype if tensor.is_floating_point() else None
-    return tensor.to(device=forward.device, dtype=dtype)
