@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
-from itertools import chain
 from typing import Any, Literal, get_origin, is_typeddict
 
 from torch import Tensor, nn
@@ -299,6 +298,10 @@ def _with_keys(forward: Forward) -> list[str]:
     return keys_and_values
 
 
+Run = Callable[[Mapping[str, Plan], Collection[str], bool], Probed]
+"""Runs the forward with plans, and returns the use of the arguments of these names; to its end if that is true."""
+
+
 @dataclass(frozen=True)
 class _Attempt:
     """A run with plans for all arguments, or for those that may not be left out."""
@@ -316,148 +319,154 @@ class _Attempt:
     def is_misread(self, name: str) -> bool:
         """Return whether a matrix multiplied an argument that was given as token ids or an image."""
         evidence = self.probed.evidence.get(name)
-        return evidence is not None and evidence.kind == "width" and self.plans[name].kind in ("ids", "image")
+        if evidence is None or evidence.kind != "width":
+            return False
+        return self.plans[name].kind in ("ids", "image")
 
     @property
     def num_shown(self) -> int:
         """The number of arguments of which the run showed that they are as planned, before it raised."""
-        return sum(not self.is_misread(name) for name in self.probed.evidence)
-
-    def is_enough(self, names: Sequence[str]) -> bool:
-        """Return whether another run would show nothing more of these arguments."""
-        return not self.fails or self.num_shown >= len(names)
+        shown = [name for name in self.probed.evidence if not self.is_misread(name)]
+        return len(shown)
 
 
-Run = Callable[[Mapping[str, Plan], Collection[str], bool], Probed]
-"""Runs the forward with plans, and returns the use of the arguments of these names; to its end if that is true."""
+@dataclass(frozen=True)
+class Guesser:
+    """Plans for arguments, by how the forward uses them in one run, or in more if it raises."""
 
+    sizes: Sizes
+    names: Sequence[str]
+    """The arguments to plan."""
+    given: Collection[str]
+    """Other arguments."""
+    run: Run
 
-def guessed_plans(sizes: Sizes, names: Sequence[str], given: Collection[str], run: Run) -> dict[str, Plan]:
-    """Return plans for arguments, by how the forward uses them in one run, or in more if it raises.
+    def plans(self) -> dict[str, Plan]:
+        """Return a plan for each argument. Raises `InputError` if one cannot be guessed."""
+        attempt = self._best_attempt()
+        plans = dict(attempt.plans)
+        for name, evidence in attempt.probed.evidence.items():
+            if plans[name].kind == "rotation":
+                continue
+            form: _Form = "vectors" if evidence.kind == "width" else evidence.kind
+            plans[name] = self.sizes.plan(name, form, evidence.size)
+        if attempt.fails:
+            for further in self._further_plans(attempt, plans):
+                probed = self.run(further, (), True)
+                if probed.error is None:
+                    return further
+        unknown = self._not_shown(attempt)
+        if unknown:
+            raise InputError(_unknown_message(self.sizes.forward, unknown[0]))
+        return plans
 
-    Other arguments are `given`.
+    @property
+    def _optional(self) -> list[str]:
+        """The arguments of an unknown name after others: each is either optional, or the user has to give it."""
+        if len(self.names) == 1 and not self.given:
+            return []
+        forward = self.sizes.forward
+        optional: list[str] = []
+        for name in self.names:
+            is_first = name == next(iter(forward.parameters), name)
+            if not is_first and forward.kind(name) in ("unknown", "lengths"):
+                optional.append(name)
+        return optional
 
-    Raises `InputError` if an argument cannot be guessed.
-    """
-    optional = _perhaps_optional(sizes.forward, names, given)
-    attempt = _best_attempt(sizes, names, optional, run)
-    plans = dict(attempt.plans)
-    for name, evidence in attempt.probed.evidence.items():
-        if name in plans:
-            plans[name] = _plan_by_evidence(sizes, name, plans[name], evidence)
-    if attempt.fails:
-        required = [name for name in names if name not in optional]
+    @property
+    def _has_keys(self) -> bool:
+        """Whether keys or values are among the arguments."""
+        return any(self.sizes.forward.kind(name) in ("key", "value") for name in self.names)
+
+    def _best_attempt(self) -> _Attempt:
+        """Return the first run to its end, or else the one that showed most.
+
+        Raises `InputError` if an argument is a container.
+        """
+        best: _Attempt | None = None
+        for plans in self._first_plans():
+            probed = self.run(plans, plans, bool(self._optional))
+            if probed.holder is not None:
+                raise InputError(_container_message(self.sizes.forward, probed.holder))
+            attempt = _Attempt(plans, probed)
+            if not attempt.fails:
+                return attempt
+            if best is None or attempt.num_shown > best.num_shown:
+                best = attempt
+            if self._is_all_shown(attempt):
+                break
+        assert best is not None
+        return best
+
+    def _is_all_shown(self, attempt: _Attempt) -> bool:
+        """Return whether another run would show nothing more of the arguments."""
+        return attempt.num_shown >= len(self.names)
+
+    def _first_plans(self) -> Iterator[dict[str, Plan]]:
+        """Yield plans as named, then with ids and images for vectors; each without optional arguments first."""
+        usual = {name: self.sizes.plan(name) for name in self.names}
+        loose: list[str] = []
+        if not self._has_keys:
+            loose = [name for name, plan in usual.items() if plan.kind in ("hidden", "unknown", "query")]
+        forms: tuple[_Form | None, ...] = (None, "ids", "image") if loose else (None,)
+        for form in forms:
+            plans = dict(usual)
+            for name in loose:
+                plans[name] = self.sizes.plan(name, form)
+            if self._optional:
+                yield {name: plan for name, plan in plans.items() if name not in self._optional}
+            yield plans
+
+    def _further_plans(self, attempt: _Attempt, plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
+        """Yield plans with other widths, then in other forms, after an attempt that fails."""
+        evidence = attempt.probed.evidence
+        vectors = [name for name, plan in plans.items() if plan.kind not in ("ids", "image")]
+        unshown = [name for name in vectors if name not in evidence]
+        if unshown:
+            for width in self.sizes.possible_widths():
+                yield _with_width(plans, unshown, width)
         # An attempt that showed every argument failed for another reason than their form.
-        forms = iter(()) if attempt.is_enough(names) else _plans_in_forms(sizes, required)
-        for further in chain(_plans_of_widths(sizes, plans, attempt.probed.evidence), forms):
-            if run(further, (), True).error is None:
-                return further
-    unknown = _not_shown(sizes.forward, names, optional, attempt)
-    if unknown:
-        raise InputError(_unknown_message(sizes, unknown[0]))
-    return plans
+        if not self._is_all_shown(attempt):
+            yield from self._plans_in_forms()
+
+    def _plans_in_forms(self) -> Iterator[dict[str, Plan]]:
+        """Yield plans in each form that arguments of such names may have, without optional arguments."""
+        required = [name for name in self.names if name not in self._optional]
+        loose = [name for name in required if self.sizes.forward.kind(name) in _LOOSE]
+        if not loose:
+            return
+        for form in _FORMS_OF_KEYS if self._has_keys else _FORMS:
+            plans = {name: self.sizes.plan(name) for name in required}
+            for name in loose:
+                plans[name] = self.sizes.plan(name, form)
+            yield plans
+
+    def _not_shown(self, attempt: _Attempt) -> list[str]:
+        """Return the arguments of which a run did not show what they are."""
+        raised = attempt.probed.error is not None
+        # Optional arguments of a model follow from its configuration.
+        is_model = is_hugging_face(self.sizes.forward.module)
+        doubtful = self.names if raised and is_model else self._optional
+        unknown: list[str] = []
+        for name in doubtful:
+            if name not in attempt.probed.evidence and (raised or name in attempt.plans):
+                unknown.append(name)
+        return unknown
 
 
-def _plan_by_evidence(sizes: Sizes, name: str, plan: Plan, evidence: Evidence) -> Plan:
-    """Return the plan of an argument after a use."""
-    if plan.kind == "rotation":
-        return plan
-    return sizes.plan(name, "vectors" if evidence.kind == "width" else evidence.kind, evidence.size)
-
-
-def _plans_of_widths(
-    sizes: Sizes, plans: Mapping[str, Plan], evidence: Mapping[str, Evidence]
-) -> Iterator[dict[str, Plan]]:
-    """Yield the plans with each width that the target's settings show, for vectors of which no run shows the width."""
-    open_names = [name for name, plan in plans.items() if name not in evidence and plan.kind not in ("ids", "image")]
-    for width in sizes.possible_widths() if open_names else ():
-        wider = dict(plans)
-        for name in open_names:
-            wider[name] = replace(plans[name], axes=(*plans[name].axes[:-1], width))
-        yield wider
-
-
-def _plans_in_forms(sizes: Sizes, required: Sequence[str]) -> Iterator[dict[str, Plan]]:
-    """Yield plans in each form that arguments of such names may have.
-
-    Optional arguments are left out: what they are is not known in any form.
-    """
-    loose = [name for name in required if sizes.forward.kind(name) in _LOOSE]
-    forms = _FORMS_OF_KEYS if _has_keys(sizes.forward, required) else _FORMS
-    for form in forms if loose else ():
-        plans = {name: sizes.plan(name) for name in required}
-        for name in loose:
-            plans[name] = sizes.plan(name, form)
-        yield plans
-
-
-def _has_keys(forward: Forward, names: Sequence[str]) -> bool:
-    """Return whether keys or values are among these arguments."""
-    return any(forward.kind(name) in ("key", "value") for name in names)
-
-
-def _perhaps_optional(forward: Forward, names: Sequence[str], given: Collection[str]) -> list[str]:
-    """Return the arguments of an unknown name after others: each is either optional, or the user has to give it."""
-    if len(names) == 1 and not given:
-        return []
-    optional: list[str] = []
+def _with_width(plans: Mapping[str, Plan], names: Sequence[str], width: int) -> dict[str, Plan]:
+    """Return plans in which the last axis of these arguments has this width."""
+    wider = dict(plans)
     for name in names:
-        is_later = bool(forward.parameters) and name != next(iter(forward.parameters))
-        if is_later and forward.kind(name) in ("unknown", "lengths"):
-            optional.append(name)
-    return optional
+        *places, _ = plans[name].axes
+        wider[name] = replace(plans[name], axes=(*places, width))
+    return wider
 
 
-def _best_attempt(sizes: Sizes, names: Sequence[str], optional: Sequence[str], run: Run) -> _Attempt:
-    """Return the first run to its end, or else the one that showed most: as named, or with ids or images for vectors.
-
-    Raises `InputError` if an argument is a container.
-    """
-    best: _Attempt | None = None
-    for plans in _plans_to_try(sizes, names, optional):
-        attempt = _Attempt(plans, run(plans, plans, bool(optional)))
-        if attempt.probed.holder is not None:
-            raise InputError(_container_message(sizes.forward, attempt.probed.holder))
-        if best is None or not attempt.fails or attempt.num_shown > best.num_shown:
-            best = attempt
-        if attempt.is_enough(names):
-            break
-    assert best is not None
-    return best
-
-
-def _plans_to_try(sizes: Sizes, names: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Plan]]:
-    """Yield plans in the order of trying them: vectors first, then ids and images; without optional arguments first."""
-    usual = {name: sizes.plan(name) for name in names}
-    loose = [name for name, plan in usual.items() if plan.kind in ("hidden", "unknown", "query")]
-    if _has_keys(sizes.forward, names):
-        loose = []
-    forms: tuple[_Form | None, ...] = (None, "ids", "image") if loose else (None,)
-    for form in forms:
-        plans = dict(usual)
-        for name in loose:
-            plans[name] = sizes.plan(name, form)
-        if optional:
-            yield {name: plan for name, plan in plans.items() if name not in optional}
-        yield plans
-
-
-def _not_shown(forward: Forward, names: Sequence[str], optional: Sequence[str], attempt: _Attempt) -> list[str]:
-    """Return the arguments of which a run did not show what they are."""
-    raised = attempt.probed.error is not None
-    # Optional arguments of a model follow from its configuration.
-    doubtful = names if raised and is_hugging_face(forward.module) else optional
-    unknown: list[str] = []
-    for name in doubtful:
-        if name not in attempt.probed.evidence and (raised or name in attempt.plans):
-            unknown.append(name)
-    return unknown
-
-
-def _unknown_message(sizes: Sizes, name: str) -> str:
+def _unknown_message(forward: Forward, name: str) -> str:
     """Return the message for an argument of which nothing shows what it is."""
     return (
-        f"{sizes.forward.label} needs {name}, which cannot be guessed. Give --input-shape {name}=SIZES:DTYPE, "
+        f"{forward.label} needs {name}, which cannot be guessed. Give --input-shape {name}=SIZES:DTYPE, "
         f"e.g. 2x10x512:float32, --input FILE with {name} in it, or let a function "
         "return it with the module: `mha-inspect help inputs`."
     )
@@ -480,13 +489,16 @@ def configured_plans(config: Any, names: Collection[str], free: Collection[str])
     A decoder's tokens are among them if they are `free`, i.e. the user did not give them.
     """
     plans: dict[str, Plan] = {}
-    decodes = bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" in free
     if "pixel_values" in names:
         plans["pixel_values"] = _image(getattr(config, "vision_config", config))
+    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    decodes = is_encoder_decoder and "decoder_input_ids" in free
     if "input_ids" in names:
-        plans["input_ids"] = _ids(config.get_text_config(decoder=False), "key" if decodes else "query")
-    if decodes or "decoder_input_ids" in names:
-        plans["decoder_input_ids"] = _ids(config.get_text_config(decoder=True), "query")
+        encoder = config.get_text_config(decoder=False)
+        plans["input_ids"] = _ids(encoder, "key" if decodes else "query")
+    if decodes:
+        decoder = config.get_text_config(decoder=True)
+        plans["decoder_input_ids"] = _ids(decoder, "query")
     return plans
 
 

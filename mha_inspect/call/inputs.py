@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..making.target import Target
 from ..making.vocabulary import ALIASES, Flags, Kind, flag_of, typed_as
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Sizes, configured_plans, guessed_plans, is_hugging_face, needed
+from .guess import Guesser, Sizes, configured_plans, is_hugging_face, needed
 from .layout import Layout, layout_by_layers, layout_of
 from .masks import masks_of
 from .part import call_with
@@ -193,12 +194,14 @@ class _Drawing:
                     return "key"
         return "query"
 
-    def probed(self, plans: Mapping[str, Plan], watched: Collection[str], whole: bool) -> Probed:
-        """Run the forward with these plans, and return the use of the watched arguments."""
-        values = self.values(plans)
-        call = self.forward.call(values)
+    def probed(
+        self, plans: Mapping[str, Plan], guesses: Mapping[str, Plan], watched: Collection[str], whole: bool
+    ) -> Probed:
+        """Run the forward with plans and guesses, and return the use of the watched arguments."""
+        values = self.values({**plans, **guesses})
         tensors = {name: values[name] for name in watched}
-        return probe(call.of(self.forward.module), tensors, whole=whole)
+        subject = self.forward.call(values).of(self.forward.module)
+        return probe(subject, tensors, whole=whole)
 
     def layout_by_layers(self, plans: Mapping[str, Plan]) -> Layout:
         """Return the layout with which the layers of the forward take these inputs, from one run batch first."""
@@ -212,24 +215,24 @@ def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) ->
 
     Raises as `make_call`.
     """
-    target, forward = sizes.target, drawing.forward
+    forward, module = drawing.forward, sizes.target.module
     plans: dict[str, Plan] = {}
     for name, shape in shapes.items():
         plans[name] = sizes.given(name, shape)
-    names = needed(forward, drawing.asked.inputs, {*drawing.given, *plans})
-    if is_hugging_face(target.module):
-        free = set(forward.parameters) - {*drawing.given, *plans}
-        plans |= configured_plans(target.module.config, names, free)
+    given = {*drawing.given, *plans}
+    names = needed(forward, drawing.asked.inputs, given)
+    if is_hugging_face(module):
+        free = forward.parameters.keys() - given
+        plans.update(configured_plans(module.config, names, free))
     names = [name for name in names if name not in plans]
-    if _has_named_sizes(target):
-        return plans | {name: sizes.plan(name) for name in names}
-    if not names:
-        return plans
-
-    def run(guesses: Mapping[str, Plan], watched: Collection[str], whole: bool) -> Probed:
-        return drawing.probed({**plans, **guesses}, watched, whole)
-
-    return plans | guessed_plans(sizes, names, {*drawing.given, *plans}, run)
+    if _has_named_sizes(sizes.target):
+        for name in names:
+            plans[name] = sizes.plan(name)
+    elif names:
+        given = {*drawing.given, *plans}
+        guesser = Guesser(sizes, names, given, partial(drawing.probed, plans))
+        plans.update(guesser.plans())
+    return plans
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -295,13 +298,16 @@ def _of_file(sizes: Sizes, path: Path) -> dict[str, Any]:
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     """Raise `InputError` if the rank, width or dtype of a tensor does not fit a layer."""
     *places, width = sizes.plan(name).axes
-    kind = sizes.forward.kind(name)
-    # As a layer and torch call the sizes of their inputs.
-    size = {"key": "kdim", "value": "vdim"}.get(kind, "embed_dim")
-    option = "--embed-dim " if size == "embed_dim" else f"--set {size}="
     if not layout_of(sizes.forward.module, ()).batch_first:
         places.reverse()
-    axes = " ".join(map(str, [*places, size.removesuffix("_dim")]))
+    # As a layer and torch call the sizes of their inputs.
+    size, option = "embed_dim", "--embed-dim "
+    kind = sizes.forward.kind(name)
+    if kind in ("key", "value"):
+        size = "kdim" if kind == "key" else "vdim"
+        option = f"--set {size}="
+    words = [str(place) for place in places]
+    axes = " ".join([*words, size.removesuffix("_dim")])
     said = f"{file}: {name} has shape {list(tensor.shape)}"
     rank = len(places) + 1
     if tensor.dim() != rank:
