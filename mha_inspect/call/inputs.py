@@ -263,10 +263,12 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     if not layout.why or not names or asked.inputs.unbatched:
         return ()
     axes = "batch seq" if layout.batch_first else "seq batch"
-    if any(name in plans and plans[name].kind != "ids" for name in names):
+    kinds = {plan.kind for name, plan in plans.items() if name in names}
+    if kinds - {"ids"}:
         axes += " embed"
     verb = "is" if len(names) == 1 else "are"
-    return (f"{', '.join(names)} {verb} `{axes}`: {layout.why}",)
+    listed = ", ".join(names)
+    return (f"{listed} {verb} `{axes}`: {layout.why}",)
 
 
 # -- from the options --------------------------------------------------------------------------------------------------

@@ -130,10 +130,11 @@ def masks_of(forward: Forward, target: Target, inputs: InputSpec, values: Mappin
 
     Raises `SpecError` if the forward takes no such mask, `InputError` if a file does not fit.
     """
-    home = type(forward.module).__module__
-    if target.layer is not None or home.startswith("torch.nn."):
-        return Masks(_known_masks(forward, target, inputs, values))
-    return _unknown_masks(forward, inputs, values, seed)
+    is_of_torch = type(forward.module).__module__.startswith("torch.nn.")
+    if target.layer is None and not is_of_torch:
+        return _unknown_masks(forward, inputs, values, seed)
+    masks = _known_masks(forward, target, inputs, values)
+    return Masks(masks)
 
 
 def _asked_flags(inputs: InputSpec) -> list[str]:
@@ -165,14 +166,11 @@ def _known_masks(forward: Forward, target: Target, inputs: InputSpec, values: Ma
     style = None if target.layer is None else target.layer.masks
     flags = _asked_flags(inputs)
     for flag in flags:
-        is_taken = of_keys or style if flag == "--padding" else of_scores
+        takes_padding = bool(of_keys or style)
+        is_taken = takes_padding if flag == "--padding" else bool(of_scores)
         if not is_taken:
             raise _no_mask(forward, flag)
-    tensors: dict[str, Tensor] = {}
-    for name in forward.parameters:
-        value = values.get(name)
-        if isinstance(value, Tensor):
-            tensors[name] = value
+    tensors = _tensors_among(forward, values)
     if not flags or not tensors:
         return {}
     sizes = _Sizes.of(forward, tensors)
@@ -187,8 +185,22 @@ def _known_masks(forward: Forward, target: Target, inputs: InputSpec, values: Ma
     elif keys is not None and scores is not None and scores.is_floating_point():
         # Torch deprecates masks of two kinds.
         keys = merged_mask(keys, None, "additive", scores.dtype, None, target.made_from)
-    masks = dict.fromkeys(of_scores[:1], scores) | dict.fromkeys(of_keys, keys)
-    return {name: mask for name, mask in masks.items() if mask is not None}
+    masks: dict[str, Tensor] = {}
+    if scores is not None:
+        masks[of_scores[0]] = scores
+    if keys is not None:
+        masks.update(dict.fromkeys(of_keys, keys))
+    return masks
+
+
+def _tensors_among(forward: Forward, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that are tensors, in the order of the signature."""
+    tensors: dict[str, Tensor] = {}
+    for name in forward.parameters:
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -227,15 +239,26 @@ def _scores_mask(forward: Forward, target: Target, inputs: InputSpec, sizes: _Si
     """Return the mask of scores, `query key` or `(batch heads) query key`; None if it masks nothing."""
     scores = None
     if inputs.attn_mask is not None:
-        heads = [part.num_heads for part in forward.module.modules() if isinstance(part, nn.MultiheadAttention)]
-        num_heads = heads[0] if heads else target.arguments.get("num_heads", 1)
-        scores = read_attn_mask(inputs.attn_mask, sizes.batch, num_heads, sizes.query, sizes.key).to(forward.device)
+        num_heads = _num_heads(forward, target)
+        read = read_attn_mask(inputs.attn_mask, sizes.batch, num_heads, sizes.query, sizes.key)
+        scores = read.to(forward.device)
         if scores.dtype != torch.bool:
             scores = scores.to(forward.dtype)
     # A single token attends to itself, whatever is causal.
     if inputs.causal and (sizes.query, sizes.key) != (1, 1):
-        scores = _both(scores, causal_mask(sizes.query, sizes.key, forward.device))
+        causal = causal_mask(sizes.query, sizes.key, forward.device)
+        scores = _both(scores, causal)
     return scores
+
+
+def _num_heads(forward: Forward, target: Target) -> int:
+    """Return the heads of a mask with one part per head: as many as in the first attention of torch."""
+    num_heads: int = target.arguments.get("num_heads", 1)
+    for module in forward.module.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            num_heads = module.num_heads
+            break
+    return num_heads
 
 
 def merged_mask(

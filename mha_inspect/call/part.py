@@ -42,16 +42,13 @@ class _CaughtError(BaseException):
 
 def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
     """Return the arguments of a call by the names of the forward, `x` for one without a name."""
-    parameters = signature_of(module.forward)
-    names = _of_kind(parameters, Parameter.POSITIONAL_ONLY) or ["x"]
-    arguments = dict(zip(names, call.args, strict=False))
+    names: list[str] = []
+    for name, parameter in signature_of(module.forward).items():
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            names.append(name)
+    arguments = dict(zip(names or ["x"], call.args, strict=False))
     arguments.update(call.kwargs)
     return arguments
-
-
-def _of_kind(parameters: Mapping[str, Parameter], kind: object) -> list[str]:
-    """Return the names of the parameters that are passed in one way: by position, by name or by both."""
-    return [name for name, parameter in parameters.items() if parameter.kind is kind]
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,17 @@ def tensors_of(module: nn.Module, call: Call) -> dict[str, NamedTensor]:
 
 def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str) -> Call:
     """Return a call with these arguments, by the names of the forward as far as possible."""
-    parameters = signature_of(module.forward)
-    names = _of_kind(parameters, Parameter.POSITIONAL_OR_KEYWORD)
+    names: list[str] = []
     # An argument after one without a name can only be positional.
-    is_by_place = len(args) > len(names) or bool(_of_kind(parameters, Parameter.POSITIONAL_ONLY))
+    is_by_place = False
+    parameters = signature_of(module.forward)
+    for name, parameter in parameters.items():
+        if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD:
+            names.append(name)
+        elif parameter.kind is Parameter.POSITIONAL_ONLY:
+            is_by_place = True
+    if len(args) > len(names):
+        is_by_place = True
     by_name = {} if is_by_place else dict(zip(names, args, strict=False))
     call = Call(
         args=() if by_name else args,
