@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checks.intent import Intent
 from ..errors import ExitCode, InputError, SpecError
+from ..making.importing import file_of
 from ..text import shown
 from . import subject
 from .app import command
@@ -51,8 +51,8 @@ def fix(
     declared = declared_by(options, window=window, mask=mask, padding_side=padding_side, cache=cache, scale=scale)
     intent = Intent(**declared)
     subject.check(target, options, "fix")
-    file = target.partition(".py")[0] + ".py" if ".py" in target else ""
-    if write and file and os.path.exists(file):
+    file = file_of(target)
+    if write and file:
         require_writable(Path(file))
     export = checked_destination(options)
     with subject.running(options, f"fixing {target}"):

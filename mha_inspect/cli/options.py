@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..reports.common import LayerArgument
 
 N = TypeVar("N", int, float)
-FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
@@ -428,7 +427,7 @@ def how_to_give_sizes(command: str) -> str:
     """Return how to give a command sizes, and a list of head counts if it takes one."""
     lists = {"params": "--num-heads", "compare-heads": "--heads"}
     commas = f", and a list with commas, e.g. {lists[command]} 1,2,4" if command in lists else ""
-    return f"give sizes as options, e.g. mha-inspect {command} --embed-dim 512{commas}"
+    return f"Give sizes as options, e.g. mha-inspect {command} --embed-dim 512{commas}"
 
 
 def _no_use_for(context: typer.Context) -> str:
@@ -442,5 +441,5 @@ def _no_use_for(context: typer.Context) -> str:
     elif command == "layers":
         way_out = f". For its options: {context.command_path} --help"
     else:
-        way_out = f": {how_to_give_sizes(command)}."
+        way_out = f". {how_to_give_sizes(command)}."
     return f"{command} does not take {extra}{way_out}"

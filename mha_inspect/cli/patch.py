@@ -41,7 +41,9 @@ def patch_beside(target: str | None, options: Options, intent: Intent, began: fl
 
     None without one. The page has been made, so the file is imported. Files of installed packages have none.
     """
-    if target is None or target.startswith("hf:") or ".py" not in target:
+    from ..making.importing import file_of
+
+    if target is None or not file_of(target):
         return None
     from ..fixes.trial import Deadline
     from ..questions.fix import patch_in_time

@@ -16,7 +16,7 @@ from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
 from ..text import byte_size, did_you_mean, first_few, shown
 from .messages import does_not_fit
-from .options import FORMS, Options, how_to_give_sizes, is_target
+from .options import Options, how_to_give_sizes, is_target
 from .output import print_and_export, say
 from .process import import_torch, resume_collection
 from .ranks import place
@@ -74,9 +74,7 @@ def check_target(
     from ..making.settings import parse_shapes
 
     if not is_target(text):
-        _require_no_file(text)
-        _require_no_dotted_name(text)
-        raise SpecError(_no_target(text, command, beside_layer=beside_layer))
+        raise SpecError(_not_a_target(text, command))
     require_file(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
@@ -87,38 +85,26 @@ def check_target(
         options.flags()
 
 
-def _require_no_file(text: str) -> None:
-    """Raise `SpecError` if a text that should be a target is the path of a file that cannot be one."""
+def _not_a_target(text: str, command: str) -> str:
+    """Return the message for a text that does not have the form of a target."""
     from ..files.checkpoint import is_checkpoint
+    from ..making.importing import FORMS
 
     if is_checkpoint(text):
         if not Path(text).exists():
-            raise SpecError(f"{shown(text)} was not found. Give the path of an existing file.")
-        raise SpecError(
-            f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
-            f"{shown(text)}`."
-        )
+            return f"{shown(text)} was not found. Give the path of an existing file."
+        way = f"`mha-inspect params {shown(text)}`"
+        return f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use {way}."
     if Path(text).is_file():
-        raise SpecError(
+        return (
             f"{shown(text)} is not a supported file. Give Python, e.g. path/to/file.py:Name, or a "
             "checkpoint (.safetensors, .pt, .pth, .bin)."
         )
-
-
-def _require_no_dotted_name(text: str) -> None:
-    """Raise `SpecError` if a text is the name of a module as in Python, `package.module`."""
-    if "." not in text or not all(part.isidentifier() for part in text.split(".")):
-        return
-    raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
-
-
-def _no_target(text: str, command: str, *, beside_layer: bool) -> str:
-    """Return the message for a text that does not have the form of a target."""
-    way = how_to_give_sizes(command)
-    if text in LAYERS and not beside_layer:
-        way = f"for the layer of this name: mha-inspect {command} --layer {text}"
+    if "." in text and all(part.isidentifier() for part in text.split(".")):
+        return f"{shown(text)} is missing the name of a class. Write {text}:Name."
     near = did_you_mean(text, LAYERS)
-    return f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way[0].upper()}{way[1:]}."
+    way = how_to_give_sizes(command)
+    return f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way}."
 
 
 @contextmanager

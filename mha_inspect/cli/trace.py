@@ -194,11 +194,11 @@ class _Asked:
 
 def _watched(asked: _Asked) -> ExitCode:
     """Answer on each save of the target's file, until Ctrl-C. Raises `SpecError` without a file."""
+    from ..making.importing import file_of
     from .watch import watched
 
-    name, colon, _ = (asked.target or "").partition(".py:")
-    file = Path(f"{name}.py" if colon else name)
-    if file.suffix != ".py" or not file.is_file():
+    file = file_of(asked.target or "")
+    if not file:
         raise SpecError(f"--watch needs a Python file, e.g. {PROGRAM} path/to/file.py --watch.")
 
     def verdict() -> str:
@@ -207,7 +207,7 @@ def _watched(asked: _Asked) -> ExitCode:
         said = verdict_of(asked.answer())
         return "" if said is None else said.text
 
-    return watched(verdict, file)
+    return watched(verdict, Path(file))
 
 
 def _unless_picture(export: Destination | None, options: Options) -> Destination | None:
