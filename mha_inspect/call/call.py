@@ -16,7 +16,7 @@ from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.spec import InputSpec
 from ..making.arguments import signature_of
 from ..making.importing import in_one_line
-from ..making.vocabulary import Kind, kind_of, plain
+from ..making.vocabulary import DECODED, Kind, kind_of, plain
 from ..record.arguments import described, tensors_in
 from ..running.subject import Subject
 from ..text import did_you_mean, shown
@@ -133,7 +133,7 @@ class Forward:
     @property
     def encodes_and_decodes(self) -> bool:
         """Whether it takes the input of a decoder as well as that of an encoder."""
-        return any(plain(name) in ("tgt", "trg", "decoderinputids", "target") for name in self.parameters)
+        return any(plain(name) in DECODED for name in self.parameters)
 
     def kind(self, name: str) -> Kind:
         """Return the kind of an argument by its name."""

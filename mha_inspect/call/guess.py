@@ -15,7 +15,7 @@ from ..errors import InputError, SpecError
 from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
-from ..making.vocabulary import ALIASES, CHANNELS, IMAGE_SIZES, VOCABULARY, Kind, plain
+from ..making.vocabulary import ALIASES, CHANNELS, ENCODED, IMAGE_SIZES, VOCABULARY, Kind, plain
 from ..text import listed
 from .call import Axis, Forward, Plan
 from .probe import Evidence, Probed
@@ -25,8 +25,6 @@ _UNUSUAL = 37
 _WIDTH_NAME = re.compile("dim|hidden|width|embed|model|size|features|channels", re.IGNORECASE)
 _WIDEST, _TRIES = 1 << 14, 8
 """The largest width to try, and the number of widths, where nothing shows the width."""
-_ENCODED = ("src", "source", "inputids", "xids", "srcids")
-"""Names of the encoder's input, in a forward with a decoder."""
 _WIDTH_FLAGS: dict[Kind, str] = {"key": "kdim", "value": "vdim", "other": "kdim"}
 """Kind of a vector to the flag with its width, where that is not embed_dim."""
 
@@ -107,7 +105,7 @@ class Sizes:
 
     def _length_axis(self, name: str) -> Axis:
         """Return the axis with the length of an argument: `key` for a second sequence and the input of an encoder."""
-        if self.forward.encodes_and_decodes and plain(name) in _ENCODED:
+        if self.forward.encodes_and_decodes and plain(name) in ENCODED:
             return "key"
         if self.forward.kind(name) in ("key", "value", "other"):
             return "key"

@@ -22,7 +22,7 @@ from ..errors import InputError, NoMaskError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
 from ..making.target import Target
-from ..making.vocabulary import flag_of, kind_of, plain
+from ..making.vocabulary import MASKS_OF_KEYS, MASKS_OF_SCORES, flag_of, kind_of, plain
 from ..naming.canonical import content_of
 from ..text import printable
 from .call import Forward
@@ -30,11 +30,6 @@ from .probe import probe
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
-
-_OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
-"""Names of masks of scores, the most specific first."""
-_OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
-
 
 # -- what is masked ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +157,7 @@ def _named(forward: Forward, words: Sequence[str]) -> list[str]:
 
 def _known_masks(forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the masks of a module of torch or a layer of the catalog, without those that mask nothing."""
-    of_scores, of_keys = _named(forward, _OF_SCORES), _named(forward, _OF_KEYS)
+    of_scores, of_keys = _named(forward, MASKS_OF_SCORES), _named(forward, MASKS_OF_KEYS)
     style = None if target.layer is None else target.layer.masks
     flags = _asked_flags(inputs)
     for flag in flags:
@@ -332,7 +327,7 @@ def _unknown_masks(forward: Forward, inputs: InputSpec, values: Mapping[str, Any
     """
     flags = _asked_flags(inputs)
     given: dict[str, Any] = {}
-    of_scores = _named(forward, _OF_SCORES)
+    of_scores = _named(forward, MASKS_OF_SCORES)
     if inputs.attn_mask is not None:
         flags.remove("--attn-mask")
         if not of_scores:

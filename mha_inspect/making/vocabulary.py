@@ -157,6 +157,12 @@ _KINDS: dict[Kind, str] = {
 _KIND_OF = {plain(name): kind for kind, names in _KINDS.items() for name in names.split()}
 
 
+ENCODED = ("src", "source", "inputids", "xids", "srcids")
+DECODED = ("tgt", "trg", "decoderinputids", "target")
+"""Plain names of the inputs of an encoder and of a decoder, where a forward takes both."""
+MASKS_OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
+MASKS_OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
+"""Plain names of masks, the most specific first."""
 _SIZES_OF_IMAGES = ("H", "W", "height", "width")
 """Height and width of an image whose pixels are a sequence; `h` is a hidden state."""
 
