@@ -71,9 +71,13 @@ class _Grouped:
         """Write the options by panel, in the order of the panels."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                said = record[1].replace("[default: (", "[default: ").replace(")]", "]")
-                panels.setdefault(parameter.rich_help_panel or "Options", []).append((record[0], said))
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name, help = record
+            said = help.replace("[default: (", "[default: ").replace(")]", "]")
+            panel = parameter.rich_help_panel or "Options"
+            panels.setdefault(panel, []).append((name, said))
         # Options without a panel (--help) come last.
         for panel in sorted(panels, key="Options".__eq__):
             _write_list(ctx, formatter, panel, panels[panel])
@@ -89,17 +93,23 @@ def _described(ctx: Any, parameters: Sequence[Any]) -> dict[str, tuple[str, str]
     described: dict[str, tuple[str, str]] = {}
     for parameter in parameters:
         record = parameter.get_help_record(ctx)
-        if record is not None:
-            said, _, default = record[1].partition("  [")
-            first, *_ = re.split(r"(?<=\w)\. ", said)
-            number = re.match(r"default: \(?(\d+)", default)
-            described[parameter.name] = record[0], first.rstrip(".") + (f" [{number[1]}]" if number else "")
+        if record is None:
+            continue
+        name, help = record
+        said, _, default = help.partition("  [")
+        first, *_ = re.split(r"(?<=\w)\. ", said)
+        first = first.rstrip(".")
+        number = re.match(r"default: \(?(\d+)", default)
+        if number is not None:
+            first += f" [{number[1]}]"
+        described[parameter.name] = name, first
     return described
 
 
 def _write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    bold = [(_bold(name, ctx), said) for name, said in rows]
     with formatter.section(_bold(title, ctx)):
-        formatter.write_dl([(_bold(name, ctx), said) for name, said in rows])
+        formatter.write_dl(bold)
 
 
 def _bold(text: str, ctx: Any) -> str:

@@ -48,8 +48,12 @@ class ShortHelp:
         rows.append(("--json, --help-all", "Output for programs; every option, in groups"))
         width = max(len(name) for name, _ in rows)
         lines = [f"{bold('Usage:')} {PROGRAM} {self.usage}", self.summary, ""]
-        lines += [f"  {bold(name)}{' ' * (width - len(name))}  {said}" for name, said in rows]
-        lines += ["", bold("Examples:"), *(f"  {PROGRAM} {line}" for line in self.examples)]
+        for name, said in rows:
+            padding = " " * (width - len(name))
+            lines.append(f"  {bold(name)}{padding}  {said}")
+        lines += ["", bold("Examples:")]
+        for line in self.examples:
+            lines.append(f"  {PROGRAM} {line}")
         return "\n".join(lines) + "\n"
 
 

@@ -206,7 +206,9 @@ class Options:
     quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:
-        self.__dict__.update({name: getattr(Options, name).default for name in Options.__annotations__} | values)
+        for name in Options.__annotations__:
+            setattr(self, name, getattr(Options, name).default)
+        self.__dict__.update(values)
         self.given = frozenset[str]()
         """Options that the user set, on the command line or by a variable."""
         self.typed = frozenset[str]()
@@ -225,9 +227,16 @@ class Options:
         if context.args:
             raise SpecError(_no_use_for(context))
         options = cls(**values)
-        sources = {name: source.name for name in values if (source := context.get_parameter_source(name)) is not None}
-        options.given = frozenset(name for name, source in sources.items() if not source.startswith("DEFAULT"))
-        options.typed = frozenset(name for name in options.given if sources[name] == "COMMANDLINE")
+        given: set[str] = set()
+        typed: set[str] = set()
+        for name in values:
+            source = context.get_parameter_source(name)
+            if source is None or source.name.startswith("DEFAULT"):
+                continue
+            given.add(name)
+            if source.name == "COMMANDLINE":
+                typed.add(name)
+        options.given, options.typed = frozenset(given), frozenset(typed)
         return options
 
     def take_layer(self, name: str) -> None:

@@ -263,14 +263,21 @@ def _built(options: Options, asked: AskedSide, opposite: AskedSide, beside: _Bui
     from ..call.part import with_the_same
     from ..compare.diff import Side
 
-    draft = (_drafted_target if asked.is_target else _drafted_layer)(options, asked, opposite, beside)
-    call, finer = draft.call, None
+    if asked.is_target:
+        draft = _drafted_target(options, asked, opposite, beside)
+    else:
+        draft = _drafted_layer(options, asked, opposite, beside)
+    call = draft.call
+    finer: Subject | None = None
     if beside is not None:
         module = draft.subject.module
         shared = beside.call, beside.side.subject.module
         unrounded = with_the_same(draft.call, module, *shared, rounded=False)
         call = with_the_same(draft.call, module, *shared)
-        finer = draft.called(unrounded) if opposite.is_target else draft.finer(unrounded, beside.side.dtype)
+        if opposite.is_target:
+            finer = draft.called(unrounded)
+        else:
+            finer = draft.finer(unrounded, beside.side.dtype)
     side = Side(asked.name, draft.called(call), draft.settings, finer)
     # An error of the user's code is explained as one of this side; a file may have tensors that a layer rejects.
     if asked.is_target or options.input is not None:
@@ -340,7 +347,8 @@ def _sized_like(options: Options, kind: LayerKind, beside: _BuiltSide) -> Option
             f"the same input. Drop --embed-dim, or give {module} another size: --{beside.side.name}-set NAME=VALUE."
         )
     sized = copy(options)
-    for name, size in _fitting(kind, beside.side, width).items():
+    fitting = _fitting(kind, beside.side, width)
+    for name, size in fitting.items():
         is_of_this_layer = name not in OPTIONAL or name in kind.takes
         if name not in options.given or not is_of_this_layer:
             setattr(sized, name, size)

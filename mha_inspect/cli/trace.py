@@ -146,9 +146,10 @@ class _Asked:
 
     def _with_patch(self, report: Trace, began: float) -> Trace:
         """Return a trace with a patch of the target's file, where one call of one process shows what is wrong."""
-        is_one_call = self.decode is None and self.ranks is None and place() is None
-        is_wrong = report.failure is not None or any(finding.sure for finding in report.findings)
-        if not is_one_call or not is_wrong:
+        if self.decode is not None or self.ranks is not None or place() is not None:
+            return report
+        sure = [finding for finding in report.findings if finding.sure]
+        if report.failure is None and not sure:
             return report
         from ..checks.intent import Intent
         from .patch import patch_beside
