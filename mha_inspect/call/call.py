@@ -258,9 +258,11 @@ def _rotation(shape: tuple[int, ...]) -> Tensor:
     length = max(outer, default=1)
     if outer:
         sizes[outer.index(length)] = length
-    rates = 10_000.0 ** -(torch.arange(pairs) / pairs)
-    angles = torch.arange(length).reshape(*sizes, 1) * rates
-    return torch.polar(torch.ones(shape), angles.expand(shape).clone())
+    exponents = torch.arange(pairs) / pairs
+    positions = torch.arange(length).reshape(*sizes, 1)
+    angles = positions * 10_000.0**-exponents
+    lengths = torch.ones(shape)
+    return torch.polar(lengths, angles.expand(shape).clone())
 
 
 class TargetFailedError(MhaInspectError):

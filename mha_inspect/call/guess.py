@@ -175,12 +175,10 @@ class Sizes:
         if width is not None:
             return width
         linears = [part for part in self.target.module.modules() if isinstance(part, nn.Linear)]
-        sizes = [linear.in_features for linear in linears]  # 0 for a lazy layer
-        sizes += [linear.out_features for linear in linears]
-        for size in sizes:
-            if size:
-                return size
-        return None
+        for linear in linears:
+            if linear.in_features:  # 0 for a lazy layer
+                return linear.in_features
+        return linears[0].out_features if linears else None
 
     def _tokens(self) -> int:
         """Return the size of the first table of tokens."""

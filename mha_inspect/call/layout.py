@@ -129,7 +129,8 @@ def _note_axes(given: set[tuple[int, ...]], layer: nn.Module, args: tuple[Any, .
     """Add the first two sizes of a layer's first argument of three dimensions."""
     for _, tensor in tensors_in((args, kwargs)):
         if tensor.dim() == 3:
-            given.add(tuple(tensor.shape[:2]))
+            sizes = tuple(tensor.shape[:2])
+            given.add(sizes)
             return
 
 

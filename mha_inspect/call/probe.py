@@ -232,9 +232,11 @@ class _Watch(TorchFunctionMode):
             places = [place for place, size in enumerate(tensor.shape) if size == width]
             if not places:
                 continue
+            place = places[-1]
             # Of several dimensions of this size, only the last one is likely to be the width.
-            if len(places) == 1 or places[-1] == tensor.dim() - 1:
-                self._followed[id(tensor)] = _Followed(tensor, source.names, places[-1])
+            if len(places) == 1 or place == tensor.dim() - 1:
+                followed = _Followed(tensor, source.names, place)
+                self._followed[id(tensor)] = followed
 
     def _record(self, followed: _Followed, evidence: Evidence) -> Tensor:
         """Record the evidence on an argument. Return the tensor, or zeros of the kind and width that fit."""

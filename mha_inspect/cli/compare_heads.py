@@ -16,6 +16,8 @@ from .options import FAIL_IF, NUMBERS, TARGET, Options, counts, option, require_
 from .output import Drawn, checked_destination, print_and_export, require_drawable, shows_pictures
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..call.call import Call
     from ..compare.comparable_run import ComparableRun
     from ..making.target import Target
@@ -125,7 +127,11 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         return module
 
     if not compared:
-        width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
+        width = None
+        for name, value in built(1).arguments.items():
+            if flag_of(name) == "embed_dim":
+                width = value
+                break
         if not isinstance(width, int):
             raise SpecError(
                 f"compare-heads cannot find the width of {shown(target)}, which limits the head counts. "
@@ -158,8 +164,11 @@ def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
     )
     number = len(run.attentions)
     for place, (attention, shared) in enumerate(zip(trace.attentions, sharing_heads(run.run), strict=True)):
-        stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
-        contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
+        contents: dict[str, Tensor] = {}
+        for stage in ("scores", "masked_scores", "weights"):
+            tensor = run.content(place, stage)
+            if tensor is not None:
+                contents[stage] = tensor
         which = f", attention {place + 1} of {number}" if number > 1 else ""
         drawn = Attended(
             f"{plural(count, 'head')}{which}",
@@ -201,8 +210,10 @@ def chosen_counts(embed_dim: int, heads: tuple[int, ...]) -> tuple[int, ...]:
         return compared
     if compared[0] < 1:
         raise SpecError(f"heads {compared[0]} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
-    others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
+    only = compared[0]
     way = f"embed_dim {embed_dim} allows no other head count. Try --embed-dim 512."
-    if others:
-        way = f"Try --heads {compared[0]},{others[0]}."
-    raise SpecError(f"heads {compared[0]} is one head count, but compare-heads needs two or more. {way}")
+    if embed_dim > 0:
+        others = [count for count in divisors(embed_dim) if count != only]
+        if others:
+            way = f"Try --heads {only},{others[0]}."
+    raise SpecError(f"heads {only} is one head count, but compare-heads needs two or more. {way}")

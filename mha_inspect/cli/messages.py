@@ -73,13 +73,14 @@ def _usage(error: ClickException, ctx: Any) -> str:
         return _no_such_option(error.option_name, ctx)
     if isinstance(error, BadOptionUsage) and ctx is not None:
         name = shown(error.option_name)
-        options = [option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)]
-        if not options:
-            return f"{name} needs a value: write {name} VALUE. For details: {ctx.command_path} --help"
-        return _misused(options[0], name, ctx)
+        for option in ctx.command.params:
+            if name in (*option.opts, *option.secondary_opts):
+                return _misused(option, name, ctx)
+        return f"{name} needs a value: write {name} VALUE. For details: {ctx.command_path} --help"
     if isinstance(error, BadParameter) and error.param is not None and ctx is not None:
-        message = shown(" ".join(error.message.split()), MESSAGE)
-        return f"{_source(error.param, ctx)} {message}"
+        message = " ".join(error.message.split())
+        source = _source(error.param, ctx)
+        return f"{source} {shown(message, MESSAGE)}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
 

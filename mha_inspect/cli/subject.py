@@ -40,8 +40,10 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
 
 def require_head_count(target: Target, command: str) -> None:
     """Raise `SpecError` if no argument of the target is a number of heads."""
-    if all(flag_of(name) != "num_heads" for name in target.arguments):
-        names = first_few([name for name in target.arguments if not name.startswith("_")], 12) or "none"
+    flags = [flag_of(name) for name in target.arguments]
+    if "num_heads" not in flags:
+        public = [name for name in target.arguments if not name.startswith("_")]
+        names = first_few(public, 12) or "none"
         raise SpecError(
             f"{target.name} takes no number of heads (its arguments: {names}), so {command} cannot vary it. "
             "Name a class or a function that takes one, e.g. as num_heads, n_head or nhead."
@@ -223,9 +225,12 @@ def load_target(
     from ..making.target import load_target as build
 
     asked_flags = options.flags()
-    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
+    values = dict(asked_flags.values)
+    for name, size in (sizes or {}).items():
+        if name not in options.given:
+            values[name] = size
     spec = TargetSpec(
-        flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere), flag),
+        flags=Flags(values, options.given, options.typed - frozenset(elsewhere), flag),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,
