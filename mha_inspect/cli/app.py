@@ -23,7 +23,7 @@ from ..making.vocabulary import dashed
 from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
-from .options import OUTPUTS, SHARED, Options, arguments_of
+from .options import EXPECTATIONS, OUTPUTS, SHARED, Options, arguments_of
 from .output import checked_destination, print_and_export, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
@@ -244,20 +244,26 @@ def mha_inspect(
 
 
 def command(
-    *examples: str, only: Sequence[str] = (), without: Sequence[str] = (), targets: bool = False
+    *examples: str,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    targets: bool = False,
+    expects: bool = False,
 ) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
     """Make a command of a function whose first parameter is an `Options`, with a parameter for every shared option.
 
     The function's other options come first in `--help`. `only` names the shared options to take, `without` those to
-    drop, which stay at their defaults. With `targets` the help explains TARGET.
+    drop, which stay at their defaults. With `targets` the help explains TARGET. A command that `expects` a behaviour
+    takes the options that declare it.
     """
+    dropped = {*without} if expects else {*without, *EXPECTATIONS}
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
         name = function.__name__.replace("_", "-")
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
-        shared = [
-            parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
-        ]
+        shared = [parameter for parameter in SHARED if parameter.name not in dropped]
+        if only:
+            shared = [parameter for parameter in SHARED if parameter.name in only]
         for parameter in (*parameters, *shared):
             if isinstance(parameter.default, OptionInfo) and not parameter.default.param_decls:
                 parameter.default.param_decls = (dashed(parameter.name),)

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from ..reports.common import LayerArgument
 
 N = TypeVar("N", int, float)
-LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
+EXPECTED, LAYER, INPUT, RUN, OUTPUT = "Expected behaviour", "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
+EXPECTATIONS = ("window", "mask", "padding_side", "cache", "scale")
+"""Options of the commands that judge a module by the behaviour to expect."""
 OUTPUTS = ("json", "export", "quiet")
 """Options of every command: where its report goes, and how."""
 SET_BY_TEXT = (*SET_BY_NAME, *SWITCHES, *SET_OF_RUN)
@@ -133,6 +135,16 @@ FAIL_IF = option(
 
 class Options:
     """The values of the shared options. Their defaults repeat those of `layers.spec`, which is slower to import."""
+
+    window: int | None = size(EXPECTED, "Sliding window of N positions. The own position is one of them.")
+    mask: str | None = option(
+        EXPECTED, "Argument of the padding mask, and what True means.", metavar="NAME=keep|ignore"
+    )
+    padding_side: str | None = option(EXPECTED, "Side of the padding.", words=("left", "right"), show_default="right")
+    cache: str | None = option(
+        EXPECTED, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME"
+    )
+    scale: str | None = option(EXPECTED, "The expected scale of the scores.", words=("sqrt_head_dim",))
 
     layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
@@ -375,7 +387,7 @@ SHARED = [
     if name not in SET_BY_TEXT
 ]
 """The shared options as parameters of a function."""
-SHARED_NAMES = frozenset(option.name for option in SHARED)
+SHARED_NAMES = frozenset(option.name for option in SHARED) - {*EXPECTATIONS}
 
 
 def read_setting(name: str, text: str) -> Any:
