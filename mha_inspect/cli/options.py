@@ -77,8 +77,11 @@ def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
-def counts(name: str, typed: str) -> tuple[int, ...]:
-    """Return the numbers of a comma list such as `1,2,4`; empty for an empty text. Raises `SpecError` for others."""
+def counts(name: str, typed: str, example: str = "") -> tuple[int, ...]:
+    """Return the numbers of a comma list such as `1,2,4`; empty for an empty text.
+
+    Raises `SpecError` for others, with an example of the option, by default `--name 1,2,4`.
+    """
     if not typed.strip():
         return ()
     try:
@@ -86,7 +89,7 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
     except ValueError:
         raise SpecError(
             f"{name} {shown(typed)} is not a whole number or a list of them: "
-            f"write digits and commas only, e.g. {dashed(name)} 1,2,4."
+            f"write digits and commas only, e.g. {example or f'{dashed(name)} 1,2,4'}."
         ) from None
     if max(numbers) > LARGEST_SIZE:
         raise SpecError(f"{name} {shown(typed)} is too large: numbers go up to 2**40. Try 8.")

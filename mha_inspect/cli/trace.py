@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from ..text import did_you_mean, shown
 from . import subject
 from .app import STARTED, command
 from .help import PROGRAM
-from .options import TARGET, Options, completing, option, require_ranks, size, size_number, word_of
+from .options import TARGET, Options, completing, counts, option, require_ranks, size, size_number, word_of
 from .output import Drawn, checked_destination, print_and_export, require_drawable
 from .ranks import of_all_ranks, place, prints_answer
 
@@ -32,7 +31,7 @@ PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
 
 
 def _picture_typed(typed: str) -> str:
-    """Return the stage and the heads to draw as they were typed: `weights`, or `weights:0,3-5`."""
+    """Return the stage and the heads to draw as they were typed: `weights`, or `weights:0,3`."""
     word_of(STAGES)(typed.partition(":")[0])
     return typed
 
@@ -73,7 +72,7 @@ def trace(
     ),
     picture: str | None = option(
         PICTURE,
-        "Draw this stage, a heat map per head. E.g. weights, or weights:0,3-5 for some heads.",
+        "Draw this stage, a heat map per head. E.g. weights, or weights:0,3 for some heads.",
         metavar="STAGE[:HEADS]",
         parser=_picture_typed,
         autocompletion=completing(STAGES),
@@ -294,21 +293,8 @@ def _wanted(options: Options, picture: str | None, tokens: str | None) -> Wanted
     if picture is not None or options.ending != ".html":
         require_drawable(options)
     stage, _, heads = (picture or "weights").partition(":")
-    return Wanted(stage, heads_of(heads) if heads else None, labels, picture is not None)
-
-
-def heads_of(typed: str) -> tuple[int, ...]:
-    """Return the heads that `0,3-5` names, each once. Raises `SpecError` for any other text."""
-    heads: list[int] = []
-    for part in typed.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        first, last = 1, 0
-        if match is not None:
-            first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise SpecError(f"head {shown(typed)} is not a list of heads: write e.g. --picture weights:0,3-5.")
-        heads += range(first, last + 1)
-    return tuple(dict.fromkeys(heads))
+    chosen = tuple(dict.fromkeys(counts("head", heads, f"--picture {stage}:0,3")))
+    return Wanted(stage, chosen or None, labels, picture is not None)
 
 
 def tokens_of(typed: str) -> tuple[str, ...]:
