@@ -18,7 +18,7 @@ from ..making.target import Target
 from ..making.vocabulary import ALIASES, CHANNELS, ENCODED, IMAGE_SIZES, VOCABULARY, Kind, plain
 from ..text import listed
 from .call import Axis, Forward, Plan
-from .probe import Evidence, Probed
+from .probe import Probed
 
 _UNUSUAL = 37
 """An unlikely width: a forward that accepts it does not depend on the width."""

@@ -249,9 +249,9 @@ class _Draft:
         return subject_of(self.target, call, self.subject.seed or 0, self.subject.grad)
 
     def finer(self, call: Call, dtype: str) -> Subject:
-        """Return the subject with these arguments; a layer beside another one with weights in that one's dtype."""
+        """Return the subject with these arguments; a layer with weights in this dtype, if it is not empty."""
         finer = self.called(call)
-        if self.plan is None or self.plan.spec.dtype == dtype:
+        if self.plan is None or dtype in ("", self.plan.spec.dtype):
             return finer
         spec = replace(self.plan.spec, dtype=cast("DtypeName", dtype))
         return replace(finer, module=self.plan.kind.build(spec, self.plan.run.device))
@@ -274,10 +274,9 @@ def _built(options: Options, asked: AskedSide, opposite: AskedSide, beside: _Bui
         shared = beside.call, beside.side.subject.module
         unrounded = with_the_same(draft.call, module, *shared, rounded=False)
         call = with_the_same(draft.call, module, *shared)
-        if opposite.is_target:
-            finer = draft.called(unrounded)
-        else:
-            finer = draft.finer(unrounded, beside.side.dtype)
+        # Beside a target a layer has the target's weights, as they are.
+        dtype = "" if opposite.is_target else beside.side.dtype
+        finer = draft.finer(unrounded, dtype)
     side = Side(asked.name, draft.called(call), draft.settings, finer)
     # An error of the user's code is explained as one of this side; a file may have tensors that a layer rejects.
     if asked.is_target or options.input is not None:
