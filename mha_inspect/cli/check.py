@@ -28,7 +28,7 @@ PANEL = "Check"
 @command(
     "check model.py:Attention --causal",
     "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
-    without=(*NUMBERS, "train"),
+    without=(*NUMBERS, "train", "attn_mask"),
     targets=True,
     expects=True,
 )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @command(
     "fix model.py:Attention",
     "fix model.py:Attention --causal --write",
-    without=(*NUMBERS, "train"),
+    without=(*NUMBERS, "train", "attn_mask"),
     targets=True,
     expects=True,
 )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
-from ..making.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .app import command
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from ..running.subject import Subject
 
 PANEL = "Params"
-_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
-"""Options of the inputs, besides their sizes: a layer's parameters do not depend on them."""
+_OF_MASKS = ("causal", "padding", "attn_mask")
+"""Options of masks, which parameters do not depend on."""
 _OF_CHECKPOINT = ("num_heads", "stats", "values")
 """Options that apply to a checkpoint alone; with a module beside it, all of them apply."""
 
@@ -31,7 +30,7 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values")
 @command(
     "params --embed-dim 512 --num-heads 8 --per-head",
     "params --embed-dim 512 --num-heads 1,2,4,8",
-    without=("ops",),
+    without=("ops", *_OF_MASKS),
 )
 def params(
     options: Options,
@@ -99,13 +98,11 @@ def _nothing_to_cut(ranks: int) -> SpecError:
 
 
 def _check_layer(options: Options, heads: tuple[int, ...]) -> None:
-    """Check the options of a layer with each head count. Raises `SpecError` for one that only sets its inputs."""
+    """Check the options of a layer with each head count. Raises `SpecError` for --input."""
     options.take_settings("params")
     subject.check_layer(options, heads)
-    for name in sorted(options.typed & {*_OF_INPUTS}):
-        raise SpecError(
-            f"{dashed(name)} sets the inputs, but the parameters of a layer do not depend on them. Drop it."
-        )
+    if "input" in options.typed:
+        raise SpecError("--input sets the inputs, but the parameters of a layer do not depend on them. Drop it.")
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:

@@ -79,10 +79,10 @@ NUMBERS = ["--ops", "--stats", "--values"]
     ("command", "without"),
     [
         ("trace", []),
-        ("params", ["--ops"]),
+        ("params", ["--ops", "--causal", "--padding", "--attn-mask"]),
         ("compare-heads", ["--num-heads", *NUMBERS]),
         ("diff", NUMBERS),
-        ("check", [*NUMBERS, "--train"]),
+        ("check", [*NUMBERS, "--train", "--attn-mask"]),
     ],
 )
 def test_a_command_takes_what_it_has_a_use_for(invoke, command, without):

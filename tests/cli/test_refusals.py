@@ -75,7 +75,8 @@ LINES: list[tuple[str, ...]] = [
     ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),
     (f"{LAYER} --padding 6", "padding 6", "0 to 5"),
     (f"{LAYER} --set unbatched=true", "batch 3 contradicts unbatched"),
-    ("params --causal", "the parameters of a layer do not depend on them. Drop it."),
+    ("params --input names.pt", "the parameters of a layer do not depend on them. Drop it."),
+    ("params --causal", "params has no option --causal: it belongs to `mha-inspect trace`"),
     *(
         (f"{c} {flag} {size}", f"{flag[2:].replace('-', '_')} {size}", "must be 1 or more")
         for c in ("trace", "diff")
