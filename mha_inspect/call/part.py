@@ -17,7 +17,7 @@ from ..making.vocabulary import Kind
 from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
 from .call import Call, Forward
-from .layout import layout_of
+from .layout import layout_of, sequence_first
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),
@@ -96,12 +96,16 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if len(args) > len(names):
         is_by_place = True
     by_name = {} if is_by_place else dict(zip(names, args, strict=False))
+    layout = layout_of(module, parameters)
+    batch_first = layout.batch_first
+    if layout.is_assumed:
+        batch_first = not sequence_first(module)
     call = Call(
         args=() if by_name else args,
         kwargs={**by_name, **kwargs},
         described="",
         origin=origin,
-        batch_first=layout_of(module, parameters).batch_first,
+        batch_first=batch_first,
         is_layout_known=False,
     )
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}

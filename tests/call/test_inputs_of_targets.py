@@ -13,7 +13,7 @@ from torch import nn
 from mha_inspect.__main__ import run
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.call.part import with_the_same
+from mha_inspect.call.part import call_with, with_the_same
 from mha_inspect.errors import InputError, NoMaskError, SpecError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.making.settings import InputShape, parse_shapes
@@ -113,6 +113,12 @@ def test_a_layout_that_is_given_is_taken(name: str, first: bool) -> None:
     _, call = loaded(name, batch_first=first)
     assert shapes_of(call)["x"] == ((2, 5, 12) if first else (5, 2, 12))
     assert call.said == ()
+
+
+@pytest.mark.parametrize(("name", "first"), [("Wraps", False), ("Words", False), ("Keeps", True)])
+def test_arguments_that_were_given_are_laid_out_as_the_layer_inside_takes_them(name: str, first: bool) -> None:
+    module = loaded(name)[0].module
+    assert call_with(module, (torch.randn(5, 2, 12),), {}, "").batch_first is first
 
 
 # -- what nobody can guess ---------------------------------------------------------------------------------------------
