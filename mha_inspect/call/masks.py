@@ -378,7 +378,8 @@ class MaskForm:
     def words(self, flags: Iterable[str]) -> str:
         """Return a sentence on the mask that these flags made."""
         dtype = str(self.dtype).removeprefix("torch.")
-        mask = f"{' and '.join(flags)} made {self.argument}, {dtype} `{self.axes}`"
+        asked = " and ".join(flags)
+        mask = f"{asked} made {self.argument}, {dtype} `{self.axes}`"
         return f"{mask}: {_MEANS[self.means]}, as the weights show."
 
     def mask(self, masked: Tensor, heads: int) -> Tensor:
@@ -443,8 +444,10 @@ class _Trial:
             mask = form.mask(masked, heads)
             if _masks_out_only(masked, self._weights({form.argument: mask}), unmasked):
                 return Masks({form.argument: mask}, [*notes, form.words(needed)])
+        asked = " and ".join(needed)
+        arguments = ", ".join(free)
         raise SpecError(
-            f"{' and '.join(needed)} cannot be applied to {self.forward.label}: no usual form of {', '.join(free)} "
+            f"{asked} cannot be applied to {self.forward.label}: no usual form of {arguments} "
             "masks out these keys alone. Let a function return the module with its inputs and masks: (module, args)."
         )
 
