@@ -49,6 +49,13 @@ def shown(text: object, longest: int = TYPED) -> str:
     return printable(text, longest)
 
 
+def quoted(text: object) -> str:
+    """Return the user's text as a word of a command that is to be run: whole, and quoted where a shell needs it."""
+    import shlex  # help is shown without it
+
+    return shlex.quote(printable(text))
+
+
 def shortened(text: str, longest: int) -> str:
     """Return the text, with `…` for its middle if it is longer than `longest`: names differ at their ends."""
     if len(text) <= longest:

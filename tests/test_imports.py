@@ -113,7 +113,8 @@ BELOW = {
         *("errors", "text", "explained"),
     ),
     "fixes": (
-        *("checks", "failures", "measure", "running", "naming", "record", "layers", "reports", "errors", "text"),
+        *("checks", "failures", "making", "measure", "running", "naming", "record", "layers", "reports", "errors"),
+        "text",
     ),
     "checkpoints": ("files", "measure", "running", "naming", "record", "layers", "reports", "errors", "text"),
     "questions": (

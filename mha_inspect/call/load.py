@@ -83,7 +83,8 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     kind.check(spec, inputs, run)
     resolve(run.device, spec.dtype)
     module = kind.build(spec, run.device)
-    subject = layer_called(module, spec, inputs, run, layer)
+    random = "weights and inputs" if inputs.input is None else "weights"
+    subject = replace(layer_called(module, spec, inputs, run, layer), random=random)
     if spec.num_heads != 1 and spec.head_dim != 1:
         return subject
     return replace(subject, without_ones=lambda _: _without_ones(spec, inputs, run, layer))

@@ -19,11 +19,13 @@ from ..text import listed
 from .exchanged import Exchange, find_exchanged
 from .head_numbers import numbers_of
 from .reordered import Reordered, is_reordered, reordered
-from .tensor_pairs import SAME, distance, pair_of_other_shape
+from .tensor_pairs import SAME, distance, pair_of_other_shape, tensor_pair
 from .two_files import AttentionPair, TwoFiles
 
 _WORSE: tuple[TensorVerdict, ...] = (*SAME, "same, permuted", "other shape", "differs")
 """The verdicts from best to worst: several tensors together get their worst one."""
+_EQUAL: tuple[TensorVerdict, ...] = (*SAME, "same, permuted")
+"""The verdicts on tensors with the same numbers, some of them transposed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class AttentionComparison:
 
     def _has_same_numbers(self, pair: AttentionPair) -> bool:
         """Return whether all tensors have the same names and the same numbers, some of them transposed."""
-        return pair.has_same_names and self._verdicts_of(pair).issubset((*SAME, "same, permuted"))
+        return pair.has_same_names and self._verdicts_of(pair).issubset(_EQUAL)
 
     def _verdicts_of(self, pair: AttentionPair) -> set[TensorVerdict]:
         return {self.same_name[name].verdict for name in pair.left.stored.parameters}
@@ -123,7 +125,7 @@ class AttentionComparison:
         if name != right_name:
             return False
         verdict = self.same_name[name].verdict
-        return verdict in SAME or verdict == "same, permuted"
+        return verdict in _EQUAL
 
     def _count_of_orders(self, pair: AttentionPair) -> int | None:
         """Return the only number of heads with which the orders of rows have a usual meaning; None if there is none.
@@ -164,7 +166,7 @@ class AttentionComparison:
             if name not in self.same_name:
                 continue
             verdict = self.same_name[name].verdict
-            if verdict not in (*SAME, "same, permuted"):
+            if verdict not in _EQUAL:
                 continue
             if pair.right.roles.get(name) != role:
                 continue
@@ -301,11 +303,16 @@ def _renamed(pair: AttentionPair, verdicts: Mapping[str, TensorVerdict], files: 
         note = shared.packing(names)
         left_role = pair.left.roles[names.left]
         right_role = pair.right.roles[names.right]
-        if left_role.axis != right_role.axis:
-            note = note or "transposed"
-            if verdict in SAME:
-                verdict = "same, permuted"
+        is_turned = left_role.axis != right_role.axis
         tensors = pair_of_other_shape(files, names.left, names.right)
+        if is_turned and not note:
+            # The layouts differ, and the numbers may not: a square weight that was not transposed.
+            tensors = tensor_pair(files, names.left, names.right)
+        if tensors.verdict in _EQUAL:
+            yield tensors
+            continue
+        if is_turned and verdict in SAME:
+            verdict = "same, permuted"
         yield replace(tensors, verdict=verdict, note=note)
 
 

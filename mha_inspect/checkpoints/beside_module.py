@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, MhaInspectError, is_out_of_memory
+from ..errors import MhaInspectError, is_out_of_memory
 from ..files.attentions import Role, fitting_counts
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import StoredTensor
@@ -30,18 +30,17 @@ Shape = tuple[int, ...]
 
 
 def roles_beside_module(checkpoint: Checkpoint, num_heads: int | None, like: Subject | nn.Module) -> FileRoles:
-    """Return the roles from a run of a subject; for a module, those from names; each with how it fits the file.
-
-    Raises `InputError` if no name of the module is in the file.
-    """
+    """Return the roles from a run of a subject; for a module, those from names; each with how it fits the file."""
     if isinstance(like, Subject):
         subject, attempt = like, _run_without_memory(like)
     else:
         subject, attempt = Subject(like, (), {}), _Attempt()
     file = _FileForModule.of(checkpoint, _ModuleTensors.of(subject))
     by_names = file.roles_by_names(num_heads)
-    like_module = file.like(called=attempt.run is not None)
-    if attempt.run is None:
+    # A run has nothing to say about a file that has no name of the module.
+    is_called = attempt.run is not None and bool(file.names)
+    like_module = file.like(called=is_called)
+    if attempt.run is None or not file.names:
         roles = _with_transposed(by_names.roles, file.transposed)
         notes = *by_names.notes, *attempt.notes, *file.notes()
         return replace(by_names, roles=roles, like=like_module, notes=notes)
@@ -143,7 +142,7 @@ class _FileForModule:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, module: _ModuleTensors) -> _FileForModule:
-        """Find which tensor of the file is which of the module. Raises `InputError` if there is none."""
+        """Find which tensor of the file is which of the module."""
         tensors = checkpoint.tensors
         prefix = common_prefix({*tensors}, {*module.tensors})
         renamed: dict[str, str] = {}
@@ -155,8 +154,6 @@ class _FileForModule:
             by_name_in_module[in_module] = tensor
             if in_module in module.tensors:
                 names[name] = in_module
-        if not names:
-            raise _no_name_in_common(checkpoint, module)
         of_module = {}
         for name, shape in module.shapes.items():
             of_module[name] = StoredTensor(shape, "float32", 0, None)
@@ -229,16 +226,19 @@ class _FileForModule:
         return roles_by_names(_with_linears_turned(self.checkpoint, self.transposed), num_heads, loads=self.loads())
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences on tensors to split, to join or to transpose, and on buffers in the file."""
+        """Yield sentences on names, on tensors to split, to join or to transpose, and on buffers in the file."""
+        if not self.names:
+            yield _no_name_in_common(self.checkpoint, self.module)
         yield from stacked_notes(self.to_split, self.to_join, self.module.label)
         yield from self._about_transposed()
         yield from self._about_buffers()
 
     def _about_transposed(self) -> Iterator[str]:
         """Yield sentences about the weights that the file has transposed, and about square ones that may be."""
-        if self.transposed.names:
-            yield _are_transposed(self.transposed, self.module.label)
         square = [name for name in self.transposed.names if len({*self.shape(name)}) == 1]
+        by_shape = [name for name in self.transposed.names if name not in square]
+        if by_shape:
+            yield _are_transposed(by_shape, self.module.label, of_linear=self.transposed.of_linear)
         if square:
             yield _are_square(square)
         if self.transposed.unknown:
@@ -260,12 +260,13 @@ class _FileForModule:
         yield f"{_few(buffers)} {are} of {self.module.label}, not weights: {of_file}."
 
 
-def _no_name_in_common(checkpoint: Checkpoint, module: _ModuleTensors) -> InputError:
+def _no_name_in_common(checkpoint: Checkpoint, module: _ModuleTensors) -> str:
+    """Return the sentence about a file that has no name of the module."""
     in_file = shown(next(iter(checkpoint.tensors), "none"))
     in_module = shown(next(iter(module.tensors), "none"))
-    return InputError(
+    return (
         f"The file has no tensor name of {module.label}: the file has {in_file}, the module {in_module}. "
-        "Give the class that the file was saved from, or a part of it."
+        "Compare it with the class that the file was saved from, or with a part of it."
     )
 
 
@@ -277,25 +278,27 @@ def _few(names: Sequence[str]) -> str:
     return first_few([shown(name) for name in names], _NAMED)
 
 
-def _are_transposed(transposed: Transposed, label: str) -> str:
-    """Return the sentence about the transposed weights, with the fix."""
-    is_single = len(transposed.names) == 1
+def _are_transposed(names: Sequence[str], label: str, *, of_linear: bool) -> str:
+    """Return the sentence about the weights whose shapes are transposed, with the fix."""
+    is_single = len(names) == 1
     are, them, each, transposes = "are", "them", "each of them", "the transposes of the weights"
     if is_single:
         are, them, each, transposes = "is", "it", "it", "the transpose of the weight"
-    subject = f"{_few(transposed.names)} {are}"
+    subject = f"{_few(names)} {are}"
     fix = f"Use .t() on {each} before loading."
-    if not transposed.of_linear:
+    if not of_linear:
         return f"{subject} {transposes} in {label}. {fix}"
     layout = f"the file has {them} as [in, out], the layout of GPT-2's Conv1D; nn.Linear expects [out, in]"
     return f"{subject} transposed: {layout}. {fix}"
 
 
 def _are_square(names: Sequence[str]) -> str:
-    """Return the sentence about transposed weights that are square."""
-    load = "is square, so it loads" if len(names) == 1 else "are square, so they load"
+    """Return the sentence about square weights that are likely transposed: their shape does not show it."""
+    are, them = "are square, so they load", "them"
+    if len(names) == 1:
+        are, them = "is square, so it loads", "it"
     others = "the other weights of the same block are all transposed"
-    return f"{_few(names)} {load} without an error and would be wrong: {others}."
+    return f"{_few(names)} {are} without an error either way: {others}, so use .t() on {them} too unless it was done."
 
 
 def _may_be_transposed(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from .attention_diff import AttentionComparison, AttentionDiff
 from .diff_answer import answer_of
 from .exchanged import Exchange
 from .reordered import Reordered
-from .tensor_pairs import SAME, moved_pairs, pair_of_other_shape, tensor_pair
+from .tensor_pairs import SAME, moved_pairs, pair_of_other_shape, tensor_pair, with_untransposed
 from .two_files import FileSide, TwoFiles
 
 
@@ -72,7 +72,7 @@ def _all_pairs(
         orders += diff.orders
     pairs = [_with_exchange(pair, exchanges) for pair in _with_orders(unordered, orders, files)]
     pairs += moved_pairs(files, {pair.name for pair in pairs}, {pair.right_name for pair in pairs})
-    return pairs
+    return list(with_untransposed(pairs, files))
 
 
 def _in_order_of_left(pairs: Iterable[TensorPair], files: TwoFiles) -> list[TensorPair]:

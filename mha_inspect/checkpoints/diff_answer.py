@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair, TensorVerdict
 from ..text import first_few, listed, percent, plural, shown, spans
 from .exchanged import Exchange, exchange_sentences
 from .reordered import order_words
-from .tensor_pairs import TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
+from .tensor_pairs import NOT_TRANSPOSED, SAME, TRANSPOSED, ZEROS_LEFT, ZEROS_RIGHT
 
 _NAMED = 5
 """Number of heads in the answer."""
@@ -23,14 +23,10 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
     if _has_same_bits(report):
         yield f"Yes: all {number} are the same, bit for bit."
         return
-    answer = "No"
-    if report.outcome == "same":
-        answer = "Yes"
-    sentence = f"{answer}: {number} on both sides"
-    counts = _counts(report.tensors)
-    if counts:
-        sentence += f": {listed(counts)}"
-    yield f"{sentence}."
+    if _has_same_shared(report):
+        yield _shared_sentence(report)
+    else:
+        yield _counts_sentence(report)
     unpaired = _renamed_or_absent(report)
     if unpaired:
         yield f"{listed(unpaired)}."
@@ -49,6 +45,35 @@ def _has_same_bits(report: CheckpointDiffReport) -> bool:
     if report.only_left or report.only_right:
         return False
     return all(pair.verdict == "same bits" and pair.name == pair.right_name for pair in report.tensors)
+
+
+def _has_same_shared(report: CheckpointDiffReport) -> bool:
+    """Return whether every tensor on both sides is the same, and some are on one side alone."""
+    is_partial = bool(report.only_left or report.only_right)
+    return is_partial and bool(report.tensors) and all(pair.verdict in SAME for pair in report.tensors)
+
+
+def _shared_sentence(report: CheckpointDiffReport) -> str:
+    """Return `The 8 tensors on both sides are the same, bit for bit; 1 is only in the left.`"""
+    count = len(report.tensors)
+    subject = f"The {count:,} tensors on both sides are" if count > 1 else "The tensor on both sides is"
+    is_exact = all(pair.verdict == "same bits" for pair in report.tensors)
+    how = "bit for bit" if is_exact else "within rounding"
+    alone = []
+    for side, tensors in (("left", report.only_left), ("right", report.only_right)):
+        if tensors:
+            alone.append(f"{len(tensors):,} {'is' if len(tensors) == 1 else 'are'} only in the {side}")
+    return f"{subject} the same, {how}; {listed(alone)}."
+
+
+def _counts_sentence(report: CheckpointDiffReport) -> str:
+    """Return `No: 5 tensors on both sides: 3 the same bit for bit and 2 different.`"""
+    answer = "Yes" if report.outcome == "same" else "No"
+    sentence = f"{answer}: {plural(len(report.tensors), 'tensor')} on both sides"
+    counts = _counts(report.tensors)
+    if counts:
+        sentence += f": {listed(counts)}"
+    return f"{sentence}."
 
 
 def _counts(pairs: Sequence[TensorPair]) -> list[str]:
@@ -75,6 +100,8 @@ def _renamed_or_absent(report: CheckpointDiffReport) -> list[str]:
     counts = []
     if renamed:
         counts.append(f"{len(renamed):,} renamed")
+    if _has_same_shared(report):  # said at first
+        return counts
     if report.only_left:
         counts.append(f"{len(report.only_left):,} only in the left")
     if report.only_right:
@@ -94,26 +121,41 @@ def _notes_on_packing(pairs: Sequence[TensorPair]) -> list[str]:
 
 
 def _of_notes(pairs: Sequence[TensorPair]) -> Iterator[str]:
-    """Yield the tensors that are all zeros on one side alone, and those that are transposed."""
-    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED):
+    """Yield the tensors that are all zeros on one side alone, those that are transposed, and those that are not."""
+    for note in (ZEROS_LEFT, ZEROS_RIGHT, TRANSPOSED, NOT_TRANSPOSED):
         names = [pair.name for pair in pairs if pair.note == note]
+        words = note
+        if note == NOT_TRANSPOSED:
+            words = "square and not transposed, while the other matrices of the block are; it loads either way"
         if names:
-            yield f"{first_few(names, _NAMED)}: {note}."
+            yield f"{first_few(names, _NAMED)}: {words}."
 
 
 def _orders(pairs: Sequence[TensorPair]) -> Iterator[str]:
-    """Yield a sentence for each order of rows, with the tensors that have it, and the line that converts the left."""
-    names: dict[tuple[str, RowOrder], list[str]] = {}
-    for pair in pairs:
-        if pair.order is None:
-            continue
-        tensors = names.setdefault((pair.note, pair.order), [])
-        tensors.append(pair.name)
-    for (_, order), tensors in names.items():
-        first = first_few(tensors, _NAMED)
+    """Yield a sentence for each order of rows, with the tensors that have it, and the lines that convert the left."""
+    alike: dict[tuple[str, RowOrder], list[TensorPair]] = {}
+    # A bias comes after the weights: it has the order of theirs, whatever their layout.
+    for pair in sorted(pairs, key=_is_bias):
+        if pair.order is not None:
+            key = next((key for key in alike if _is_bias(pair) and _is_like(key, pair)), (pair.note, pair.order))
+            alike.setdefault(key, []).append(pair)
+    for (_, order), tensors in alike.items():
+        first = first_few([pair.name for pair in tensors], _NAMED)
         yield f"{first}: {order_words(order)}."
-        if order.line:
-            yield f"To convert the left: {order.line}"
+        lines = dict.fromkeys(pair.order.line for pair in tensors if pair.order is not None and pair.order.line)
+        for line, what in zip(lines, ("the left", "the biases"), strict=False):
+            yield f"To convert {what}: {line}"
+
+
+def _is_bias(pair: TensorPair) -> bool:
+    return len(pair.left_shape) == 1
+
+
+def _is_like(key: tuple[str, RowOrder], bias: TensorPair) -> bool:
+    """Return whether a bias has an order of weights: they may be transposed, and in columns."""
+    note, order = key
+    in_layout = bias.order and replace(bias.order, axis=order.axis, transposed=order.transposed, line=order.line)
+    return note == bias.note and in_layout == order
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def params_of_checkpoint(
     a module to compare with; a subject is also run, to find the roles of tensors.
 
     Raises:
-        InputError: there are no tensors, a file is damaged, or it has no name in common with `like`.
+        InputError: there are no tensors, or a file is damaged.
         UnsafeFileError: a file is compressed, or could only be opened by running code in it.
         SpecError: the shapes do not allow the head count that was given.
     """

@@ -123,7 +123,7 @@ def _described(reordering: Reordering, left: Tensor, right: Tensor, *, swapped: 
     line = ""
     if names and not swapped:
         weight = "w.T" if reordering.transposed else "w"
-        line = names[0].line(weight, reordering.axis, right.dim())
+        line = names[0].line(weight, reordering.axis)
     kept: Literal["all", "some", "repeated"] = "all"
     if left.numel() > right.numel():
         kept = "some"

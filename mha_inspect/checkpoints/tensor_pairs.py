@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..record.rounding import distances, parts, same_bits
 from ..reports.diff import TensorPair, TensorVerdict
-from .transposed import is_transposed
+from .transposed import block_of, is_transposed
 from .two_files import FileSide, TwoFiles
 
 SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
@@ -74,6 +74,8 @@ ZEROS_LEFT, ZEROS_RIGHT = "all zeros on the left", "all zeros on the right"
 """Notes on tensors of which one side has no numbers but zeros, as a conversion leaves those that it did not find."""
 TRANSPOSED = "transposed"
 """The note on tensors that are each other's transpose."""
+NOT_TRANSPOSED = "not transposed"
+"""The note on a square matrix that is the same, where every other matrix of its block is transposed."""
 
 
 def tensor_pair(files: TwoFiles, name: str, right_name: str) -> TensorPair:
@@ -123,6 +125,41 @@ def is_same(left: Tensor, right: Tensor) -> bool:
     if distance(left[:1].contiguous(), right[:1].contiguous()).verdict not in SAME:
         return False
     return distance(left.contiguous(), right.contiguous()).verdict in SAME
+
+
+def with_untransposed(pairs: Iterable[TensorPair], files: TwoFiles) -> Iterator[TensorPair]:
+    """Yield pairs with a note on square matrices that are the same where the rest of their block is transposed."""
+    pairs = list(pairs)
+    blocks: dict[str, list[TensorPair]] = {}
+    for pair in pairs:
+        if len(pair.left_shape) == 2:
+            blocks.setdefault(_block(pair), []).append(pair)
+    transposed = {block for block, matrices in blocks.items() if _are_transposed(matrices)}
+    for pair in pairs:
+        is_alone = _is_same_square(pair) and _block(pair) in transposed
+        if is_alone and not _is_symmetric(files.left.read(pair.name)):
+            yield replace(pair, note=NOT_TRANSPOSED)
+        else:
+            yield pair
+
+
+def _are_transposed(matrices: Sequence[TensorPair]) -> bool:
+    """Return whether the matrices of a block are transposed, beside square ones that are the same."""
+    rest = [pair for pair in matrices if not _is_same_square(pair)]
+    return bool(rest) and all(pair.note == TRANSPOSED for pair in rest)
+
+
+def _block(pair: TensorPair) -> str:
+    return block_of(pair.name.rpartition(".")[0])
+
+
+def _is_same_square(pair: TensorPair) -> bool:
+    is_square = len(pair.left_shape) == 2 and len({*pair.left_shape}) == 1
+    return is_square and pair.verdict in SAME and pair.note != TRANSPOSED
+
+
+def _is_symmetric(tensor: Tensor) -> bool:
+    return is_same(tensor, tensor.T)
 
 
 # -- other names ------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def _matrices(
         bias_fits = None
         if bias in in_file and bias in expected:
             bias_fits = tensors[in_file[bias]].shape == expected[bias]
-        yield _Matrix(name, _block(owner), kind, stored, shape, bias_fits)
+        yield _Matrix(name, block_of(owner), kind, stored, shape, bias_fits)
 
 
 def _kind(module: nn.Module, path: str) -> type | None:
@@ -141,7 +141,7 @@ def _kind(module: nn.Module, path: str) -> type | None:
     return nn.Linear if isinstance(projection, nn.Linear) else type(projection)
 
 
-def _block(owner: str) -> str:
+def block_of(owner: str) -> str:
     """Return the path of the layer of a projection: `h.0` for `h.0.attn.c_proj`; empty without a number."""
     pieces = owner.split(".")
     for place, piece in enumerate(pieces[:-1]):

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..compare.calls.pair import Continued
 from ..record.arguments import tensors_in
 from .arguments import second_output
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from .evidence import OTHER_SIZES, Evidence
+from .lab import NotPossibleError, RaisedError
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ class Loop:
         for start, stop in pairwise(places):
             changes = self._changes(start, stop, positions, past)
             if position < stop:
-                run, subject = evidence.recorded(changes, go_on=start > 0)
+                call = evidence.with_arguments(changes, go_on=start > 0)
                 return Continued(
                     whole=evidence.run,
-                    call=run,
+                    call=call.run,
                     start=start,
                     stop=stop,
                     whole_leaves=evidence.leaves,
-                    call_leaves=subject.leaves(run.recording),
+                    call_leaves=call.leaves,
                     subject=evidence.subject,
                 )
             past = self._past(evidence.returned(changes, go_on=start > 0))

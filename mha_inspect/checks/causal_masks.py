@@ -26,6 +26,8 @@ def against_causal(sight: SeenKeys, window: int | None) -> Finding | None:
         return None
     if sight.is_regular and not sight.alone:
         return None
+    if sight.is_by_distance:  # strides and sinks are meant
+        return None
     if sight.is_causal_in_groups:  # packed documents see their own past alone
         return None
     return _past_missed(sight, missed)
@@ -96,8 +98,7 @@ def _sees_nothing(sight: SeenKeys) -> Finding:
 def _past_missed(sight: SeenKeys, missed: Tensor) -> Finding:
     query, key = missed.nonzero()[0].tolist()
     evidence = f"Query {query} gives no weight to key {key}; {int(missed.sum())} past pairs have no weight."
-    fix = f"If the window is meant, add --window {sight.width}." if sight.width else ""
-    return sight.finding("causal", "A position cannot see all of its past.", evidence, fix)
+    return sight.finding("causal", "A position cannot see all of its past.", evidence)
 
 
 def against_window(sight: SeenKeys, width: int, causal: bool | None) -> Finding | None:

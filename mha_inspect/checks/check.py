@@ -23,9 +23,10 @@ from ..reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedChec
 from ..running.subject import Run, State, Subject
 from ..text import first_few, plural
 from .arguments import Arguments, require_apart
-from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .evidence import Evidence, evidence_of
 from .given import without_effect
 from .intent import CHECKS, Intent, chosen_checks
+from .lab import Lab, NotPossibleError, RaisedError
 from .ladders import ladder_facts
 from .linear_values import facts_of, linear_weights, not_divided_rightly
 from .lookalikes import found_instead
@@ -68,12 +69,12 @@ def check(
     names = chosen_checks(only, skip)
     if isinstance(subject.module, nn.parallel.DistributedDataParallel):
         subject = replace(subject, module=subject.module.module)  # a forward alone needs no other rank
-    runner = Runner(subject, tick)
+    lab = Lab(subject, tick)
     for argument in (intent.padding, intent.cache):
         if argument:
             Arguments(subject).require(argument)
-    with runner.changed_by(nn.Module.eval):
-        evidence = evidence_of(runner, runner.subject, intent, once=False)
+    with lab.changed_by(nn.Module.eval):
+        evidence = evidence_of(lab, lab.subject, intent, once=False)
         results = _results_of_all(evidence, names)
         facts = tuple(_facts(evidence))
     failed = _failed(results)
@@ -90,14 +91,14 @@ def check(
         elif result.check not in failed:
             passed.append(result)
     return CheckReport(
-        environment=replace(environment_of(subject), seed=runner.subject.seed),
+        environment=replace(environment_of(subject), seed=lab.subject.seed),
         layer=layer_of(subject),
         intent=intent.declared(),
         findings=tuple(_sure_first(findings)),
         facts=facts,
         passed=tuple(passed),
         left_out=tuple(skipped),
-        runs=runner.runs,
+        runs=lab.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run), *_instead(evidence), *evidence.notes),
     )
 
@@ -153,10 +154,10 @@ def judged(subject: Subject, run: Run, state: State) -> Judgement:
     """
     tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
     on_meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
-    runner = Runner(subject, lambda _: None, state)
+    lab = Lab(subject, lambda _: None, state)
     evidence = Evidence(
-        runner=runner,
-        subject=runner.subject,
+        lab=lab,
+        subject=lab.subject,
         intent=Intent(),
         arguments=Arguments(subject),
         run=run,
@@ -189,7 +190,7 @@ def _notes_of_arguments(evidence: Evidence) -> Iterator[str]:
     """Yield what optional arguments that stayed None do, and in how many runs it was learned."""
     said = [fact.sentence for fact in facts_of_missing(evidence)]
     if said:
-        runs = plural(evidence.runner.runs, "further run")
+        runs = plural(evidence.lab.runs, "further run")
         yield f"{'. '.join(said)}. Learned from {runs}."
 
 
@@ -263,7 +264,7 @@ def _results(evidence: Evidence, name: str, entry: Rule) -> Iterator[_Result]:
     if skipped is not None:
         yield skipped
         return
-    evidence.runner.tick(name)
+    evidence.lab.tick(name)
     passed = True
     try:
         evidence.require_passed(*entry.after)

@@ -10,8 +10,9 @@ from ..compare.replay import LostError
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..reports.check import Finding
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence
 from .factors import NotHereError
+from .lab import NotPossibleError
 
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 """Yields the faults of one attention."""

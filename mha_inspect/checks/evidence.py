@@ -5,30 +5,31 @@ An `Evidence` is immutable. Every run starts from the same state of the module, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..naming.inner_steps import InnerSteps, InnerStepsReader
 from ..naming.named_run import NamedRun
 from ..naming.pattern import dims_of
-from ..record.arguments import dense, tensors_in
-from ..record.ops import Op, Recording, TensorRef
+from ..record.arguments import tensors_in
+from ..record.ops import Op, TensorRef
 from ..record.ranks import needs_ranks
-from ..running.subject import Run, State, Subject
-from ..text import message_of
+from ..running.subject import Run, Subject
 from .alike import Kind, Named, groups_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .factors import first_key
 from .intent import Intent
+from .lab import Lab, NotPossibleError, RaisedError, Scene, errors_of_forward
+from .outputs import apart, output_of_tokens
+from .padded_tokens import padded_tokens
 from .seen_keys import SeenKeys
 from .sight import sights_of
 
@@ -37,70 +38,15 @@ OF_OUTPUTS = ("heads", "softmax", "masking", "finite", "batch", "repeat", "causa
 OTHER_SIZES = 100.0
 """Runs of other sizes round differently: their tolerance is this many times larger."""
 
-
 _MOST_TOKENS = 12
 """Of more tokens, a few are changed one by one."""
-
-
-class NotPossibleError(Exception):
-    """A check cannot be decided; the message says why, `brief` says it in two words, and `give` is the way out."""
-
-    def __init__(self, reason: str, brief: str = "", *, give: str = "") -> None:
-        super().__init__(f"{reason}. {give}" if give else reason)
-        self.brief, self.give = brief, give
-
-
-class UndeclaredError(NotPossibleError):
-    """A check needs a declared intent; `flag` is the option that declares it."""
-
-    def __init__(self, flag: str) -> None:
-        super().__init__(f"add {flag} to check this", "declare them")
-
-
-class RaisedError(NotPossibleError):
-    """The forward raised on a changed input."""
-
-
-class Runner:
-    """Runs a module from the same state each time, and counts the runs."""
-
-    def __init__(self, subject: Subject, tick: Callable[[str], None], state: State | None = None) -> None:
-        self.subject = replace(subject, seed=subject.seed or 0, grad=False)
-        self.runs = 0
-        self.tick = tick
-        self._state = subject.state() if state is None else state
-
-    def prepared(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Subject:
-        """Return the subject with these arguments, ready to run, and count the run.
-
-        The module is restored to its first state; with `go_on` it keeps the state of the last run.
-        """
-        if not go_on:
-            self._state.restore()
-        self.runs += 1
-        self.tick(f"run {self.runs}")
-        args, kwargs = arguments
-        return replace(self.subject, args=args, kwargs=kwargs, seed=(self.subject.seed or 0) + more_seed)
-
-    @contextmanager
-    def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
-        """Start runs inside the context from a changed module; restore the module afterwards."""
-        before = self._state
-        before.restore()
-        try:
-            change(self.subject.module)
-            self._state = self.subject.state()
-            yield
-        finally:
-            self._state = before
-            before.restore()
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """A recorded run of a module, and its declared intent."""
 
-    runner: Runner
+    lab: Lab
     subject: Subject
     intent: Intent
     arguments: Arguments
@@ -140,7 +86,7 @@ class Evidence:
     def sights(self) -> tuple[SeenKeys, ...]:
         """The visible keys of each attention; those of equal code have the same in one run."""
         groups = self._groups if self.once else ()
-        return sights_of(self.run, partial(first_key, self), self.padded, groups)
+        return sights_of(self, partial(first_key, self), self.padded, groups)
 
     def sight_of(self, attention: Attention) -> SeenKeys | None:
         """Return the visible keys of an attention; None if its weights are unknown."""
@@ -152,68 +98,7 @@ class Evidence:
     @cached_property
     def padded(self) -> Tensor | None:
         """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
-        if not self.sources:
-            return None
-        source = self.sources[0]
-        declared = self._declared_padding(source)
-        marked = list(self._marked(source))
-        if declared is None and not marked:
-            return None
-        seen = self._seen_without_padding(source)
-        hidden = _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
-        if hidden is not None:
-            return hidden
-        for pads in marked:
-            if self._is_dropped(pads):
-                return pads
-        return None
-
-    def _seen_without_padding(self, source: Source) -> list[Tensor]:
-        """Return who sees whom in each attention over all tokens, `batch query key`, where no token is padding."""
-        shape = (source.rows, source.length, source.length)
-        seen = []
-        for sight in sights_of(self.run, partial(first_key, self)):
-            if sight.seen.shape == shape:
-                seen.append(sight.seen)
-        return seen
-
-    def _declared_padding(self, source: Source) -> Tensor | None:
-        """Return the tokens, `batch position`, that a declared mask marks as padding; None without such a mask."""
-        mask = self.values.get(self.intent.padding or "")
-        means = self.intent.padding_true
-        if not means or not isinstance(mask, Tensor):
-            return None
-        if mask.shape != (source.rows, source.length):
-            return None
-        is_set = mask != 0
-        is_boolean = mask.dtype == torch.bool or bool((~is_set | (mask == 1)).all())
-        if not is_boolean:
-            return None
-        return is_set.cpu() if means == "ignore" else ~is_set.cpu()
-
-    def _marked(self, source: Source) -> Iterator[Tensor]:
-        """Yield the tokens, `batch position`, with one of the two values of an argument."""
-        shape = (source.rows, source.length)
-        for name, value in self.values.items():
-            if name in source.names or not isinstance(value, Tensor):
-                continue
-            if value.numel() != prod(shape) or value.is_complex():
-                continue
-            marks = torch.unique(value)
-            if len(marks) != 2:
-                continue
-            for mark in marks:
-                yield (value == mark).reshape(shape).cpu()
-
-    def _is_dropped(self, pads: Tensor) -> bool:
-        """Return whether nested tensors leave these tokens out: all of them, and no others, have one output."""
-        if not any("nested" in op.base_name for op in self.run.recording.ops):
-            return False
-        if self.on_meta or not self.follows or self.source.batch is None or not bool(pads.any()):
-            return False
-        output = self.output.movedim(self.source.axes, (0, 1)).cpu()
-        filled = output[pads][0]
-        return torch.equal((output == filled).flatten(2).all(2), pads)
+        return padded_tokens(self)
 
     @cached_property
     def leaves(self) -> dict[int, Tensor]:
@@ -278,36 +163,22 @@ class Evidence:
         more_seed: int = 0,
         instead: Mapping[int, Tensor] | None = None,
     ) -> Any:
-        """Run with changed arguments and return the result; `go_on` and `more_seed` are those of `Runner.prepared`.
-
-        `instead` has replacements of parameters, by their ids. Raises `RaisedError` if the forward raises.
-        """
-        with _errors_of_forward():
-            arguments = self.arguments.of_call(changes or {})
-            subject = self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed)
-            return replace(subject, instead=instead or {}).plain()
-
-    def recorded(self, changes: Mapping[str, Any], *, go_on: bool = False) -> tuple[Run, Subject]:
-        """Return the run with changed arguments, recorded with its tensors, and the subject that was run.
+        """Return the result of a run with changed arguments; the rest is as in `Scene`.
 
         Raises `RaisedError` if the forward raises.
         """
-        with _errors_of_forward():
-            prepared = self.runner.prepared(self.arguments.of_call(changes), go_on=go_on)
-            run = prepared.recorded(keep=True)
-        _copy_written(run.recording)
-        return run, prepared
+        return self.lab.returned(Scene(self.arguments.of_call(changes or {}), go_on, more_seed, instead or {}))
 
     def output_with(self, changes: Mapping[str, Any]) -> Tensor:
         """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""
         return self.output_of(self.returned(changes))
 
-    def with_arguments(self, changes: Mapping[str, Any]) -> Evidence:
+    def with_arguments(self, changes: Mapping[str, Any], *, go_on: bool = False) -> Evidence:
         """Return the evidence of another recorded run with changed arguments. Raise `RaisedError` if it raises."""
         args, kwargs = self.arguments.of_call(changes)
-        with _errors_of_forward():
+        with errors_of_forward():
             subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
-            return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
+            return evidence_of(self.lab, subject, self.intent, once=True, wider=self.run.wider, go_on=go_on)
 
     def piece(
         self, source: Source, start: int, stop: int, *, first: int = 0, positions: str | None = None
@@ -328,21 +199,9 @@ class Evidence:
         return self.output_of(self.run.returned)
 
     def output_of(self, returned: Any) -> Tensor:
-        """Return the first output, but skip a matrix of all pairs of batch items (e.g. texts by images).
-
-        If batch and positions come out swapped, they are swapped back to the order of the input. Raises
-        `NotPossibleError` if the forward returned no tensor of numbers.
-        """
-        inputs = []
-        for value in self.values.values():
-            if isinstance(value, Tensor) and value.dim() > 1:
-                inputs.append(value)
-        output = _output_of_tokens(_outputs(returned), inputs)
-        if not inputs or output.dim() < 3:
-            return output
-        batch, positions = inputs[0].shape[:2]
-        is_swapped = output.shape[:2] == (positions, batch) and batch != positions
-        return output.transpose(0, 1) if is_swapped else output
+        """Return the output with tokens in what a forward returned, as `output_of_tokens`."""
+        inputs = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
+        return output_of_tokens(returned, inputs)
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
@@ -450,15 +309,15 @@ class Evidence:
         base = self.output if base is None else base
         if output.shape != base.shape:
             raise RaisedError(f"expected output shape {list(base.shape)}, got {list(output.shape)}")
-        apart = _apart(output, base)
+        difference = apart(output, base)
         axes = self.source.axes if self.follows else [0]
-        apart = apart.movedim(axes, tuple(range(len(axes))))
-        if apart.dim() > len(axes):
-            apart = apart.flatten(len(axes)).amax(-1)
-        apart = apart.masked_fill(apart <= self._rounding(times), 0.0)
+        difference = difference.movedim(axes, tuple(range(len(axes))))
+        if difference.dim() > len(axes):
+            difference = difference.flatten(len(axes)).amax(-1)
+        difference = difference.masked_fill(difference <= self._rounding(times), 0.0)
         if not self.follows:
-            return apart[:, None]  # an entry for each batch item alone
-        return apart if len(axes) == 2 else apart[None]
+            return difference[:, None]  # an entry for each batch item alone
+        return difference if len(axes) == 2 else difference[None]
 
     def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
         """Return the largest difference between two outputs, as `differences` measures it."""
@@ -541,109 +400,24 @@ class Evidence:
         return {place: self.differences(output) for place, output in outputs.items()}
 
 
-def _apart(output: Tensor, base: Tensor) -> Tensor:
-    """Return the difference of two outputs number by number; infinite if one is NaN, and 0 if both are."""
-    left = output.float() if output.itemsize < 4 else output
-    right = base.float() if base.itemsize < 4 else base
-    is_equal = (left == right) | (left.isnan() & right.isnan())
-    apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    return apart.masked_fill_(is_equal, 0.0)
-
-
-def _output_of_tokens(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """Return the first output; where it is a matrix of all pairs of batch items, the first one of tokens."""
-    first = outputs[0]
-    if not _is_of_pairs(first, inputs):
-        return first
-    for output in outputs:
-        if output.dim() > 2:
-            return output
-    return first
-
-
-def _is_of_pairs(output: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Return whether an output is a matrix of all pairs of batch items: `text image` for ids of texts and images."""
-    if len(inputs) < 2 or inputs[0].is_floating_point():
-        return False
-    return set(output.shape) == {len(inputs[0])}
-
-
-def _leaves_tokens(pads: Tensor) -> bool:
-    """Return whether the first batch item has a token that is no padding, of `batch position`."""
-    return not bool(pads[0].all())
-
-
-def _unseen(pads: Tensor, seen: Sequence[Tensor]) -> Tensor | None:
-    """Return padding, `batch position`, if no other token sees it in any attention; None if it is seen, or unknown."""
-    if not seen or any(_sees_padding(pairs, pads) for pairs in seen):
-        return None
-    return pads
-
-
-def _first_hidden(candidates: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor | None:
-    """Return the first tokens, `batch position`, that every attention hides from all others; None without such."""
-    if not seen:
-        return None
-    for pads in candidates:
-        if _leaves_tokens(pads) and all(_hides(pairs, pads) for pairs in seen):
-            return pads
-    return None
-
-
-def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
-    """Return whether a token that is no padding sees padding: `batch query key` and `batch position`."""
-    return bool((seen & _real_with_padding(pads)).any())
-
-
-def _real_with_padding(pads: Tensor) -> Tensor:
-    """Return `batch query key` from `batch position`: True for a query that is no padding and a key that is."""
-    return ~pads[:, :, None] & pads[:, None]
-
-
-def _hides(seen: Tensor, pads: Tensor) -> bool:
-    """Return whether no token that is no padding sees padding, and not because of the order of tokens alone.
-
-    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them. If
-    the marked tokens see each other and no other token, they are a document of their own.
-    """
-    is_real = ~pads[:, :, None]  # batch query 1
-    if not bool((seen & is_real).any()) or _sees_padding(seen, pads):
-        return False
-    sees_marked = bool((seen & pads[:, :, None] & pads[:, None]).any())
-    sees_others = bool((seen & pads[:, :, None] & ~pads[:, None]).any())
-    if sees_marked and not sees_others:
-        return False
-    past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
-    hidden = _real_with_padding(pads)
-    if not bool((seen & past.mT).any()):
-        # No token sees a later one: padding after a token is hidden without a mask of padding.
-        hidden = hidden & past
-    if bool(hidden.any()):
-        return True
-    of_past = pads[:, None] & past  # padding before a query, which may be padding too
-    return bool(of_past.any()) and not bool((seen & of_past).any())
-
-
 def evidence_of(
-    runner: Runner, subject: Subject, intent: Intent, *, once: bool, wider: NamedRun | None = None
+    lab: Lab, subject: Subject, intent: Intent, *, once: bool, wider: NamedRun | None = None, go_on: bool = False
 ) -> Evidence:
     """Run and record a subject; unless `once` is set or other ranks are needed, run it again to compare the results.
 
-    `wider` is a run of the same forward without sizes of 1.
+    `wider` is a run of the same forward without sizes of 1; `go_on` is that of `Scene`.
     """
     arguments = Arguments(subject)
     on_meta = _is_on_meta(subject)
-    prepared = runner.prepared(arguments.of_call({}))
-    run = prepared.recorded(keep=not on_meta)
-    _copy_written(run.recording)
+    run, prepared = lab.recorded(Scene(arguments.of_call({}), go_on), keep=not on_meta)
     once = once or needs_ranks(prepared.module, run.recording)
     run = run.beside(wider or subject.wider_run(run))
     again = None
     if not once and not on_meta:
-        with suppress(Exception):  # user code may raise anything in a second run
-            again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
+        with suppress(NotPossibleError):
+            again = lab.returned(Scene(arguments.of_call({}), go_on=True, more_seed=1))
     return Evidence(
-        runner=runner,
+        lab=lab,
         subject=subject,
         intent=intent,
         arguments=arguments,
@@ -660,67 +434,3 @@ def _is_on_meta(subject: Subject) -> bool:
     if any(parameter.is_meta for parameter in subject.module.parameters()):
         return True
     return any(tensor.is_meta for _, tensor in tensors_in((subject.args, subject.kwargs)))
-
-
-def _copy_written(recording: Recording) -> None:
-    """Copy the kept tensors in memory that the module keeps and a run writes, e.g. a cache: other runs write it too."""
-    written = _written_from_outside(recording)
-    if not written:
-        return
-    for number in _in_storages(recording, written):
-        if number in recording.values:
-            recording.values[number] = recording.values[number].clone()
-
-
-def _written_from_outside(recording: Recording) -> set[int]:
-    """Return the storages that no operation of the run made and that one of them writes."""
-    outside: set[int] = set()
-    written: set[int] = set()
-    for op in recording.ops:
-        outside.update(tensor.storage for tensor in op.inputs if recording.producer(tensor) is None)
-        if op.kind == "write" and op.outputs:
-            written.add(op.output.storage)
-    return outside & written
-
-
-def _in_storages(recording: Recording, storages: set[int]) -> set[int]:
-    """Return the ids of the tensors of all operations that lie in these storages."""
-    ids: set[int] = set()
-    for op in recording.ops:
-        for tensor in (*op.inputs, *op.outputs):
-            if tensor.storage in storages:
-                ids.add(tensor.id)
-    return ids
-
-
-@contextmanager
-def _errors_of_forward() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # user code may raise anything on an input that we made up
-        raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
-
-
-def _outputs(returned: Any) -> list[Tensor]:
-    """Return the floating-point tensors that a forward returned; scalars (e.g. a loss) come last, as `[1]`."""
-    tensors: list[Tensor] = []
-    scalars: list[Tensor] = []
-    for _, value in tensors_in(returned):
-        tensor = dense(value.detach())
-        if not tensor.numel():
-            continue
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        if not tensor.is_floating_point():
-            continue
-        # Few operations accept one-byte floats.
-        numbers = tensor.float() if tensor.itemsize == 1 else tensor
-        if numbers.dim():
-            tensors.append(numbers)
-        else:
-            scalars.append(numbers.reshape(1))
-    if tensors or scalars:
-        return [*tensors, *scalars]
-    if hasattr(returned, "to_tuple"):
-        return _outputs(returned.to_tuple())
-    raise NotPossibleError("the forward returns no tensor of numbers")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from .arguments import Source
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence
+from .lab import NotPossibleError
 
 
 def way_out(evidence: Evidence, source: Source, token: int) -> str:
@@ -14,7 +15,7 @@ def way_out(evidence: Evidence, source: Source, token: int) -> str:
     `token` is the place of a token that changes other items.
     """
     try:
-        with evidence.runner.changed_by(_set_batch_first):
+        with evidence.lab.changed_by(_set_batch_first):
             base = evidence.output_with({})
             output = evidence.output_with(source.others(token))
             is_changed = evidence.differences(output, base) > 0  # batch position

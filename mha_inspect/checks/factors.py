@@ -48,15 +48,15 @@ class Way:
         """The target as the steps compute it of what was recorded."""
         return again(self.evidence, self.source, content_of(self.evidence, self.source), self.target)
 
-    def changed_by(self, marks: Tensor) -> Tensor:
-        """Return which elements of the target change when the marked elements of the source change."""
+    def changed_by(self, marks: Tensor, least: float = 0.0) -> Tensor:
+        """Return which elements of the target change by more than `least` when the marked ones of the source do."""
         value = content_of(self.evidence, self.source)
         marks = marks.expand(value.shape)
         moved = value.clone()
         marked = value[marks]
         moved[marks] = (marked + 1 + marked.abs()).to(value.dtype)
         before, after = self._before, again(self.evidence, self.source, moved, self.target)
-        changed = before != after
+        changed = before != after if least == 0 else (before - after).abs() > least
         # A sum that is NaN before and after says nothing.
         is_nan = after.isnan()
         return changed & ~(before.isnan() & is_nan) if bool(is_nan.any()) else changed

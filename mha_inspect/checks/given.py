@@ -18,7 +18,8 @@ from ..record.arguments import dense, tensors_in
 from ..record.ops import Op
 from ..reports.check import Finding
 from .arguments import CACHES, exchanged_ids, random_numbers
-from .evidence import OTHER_SIZES, Evidence, RaisedError
+from .evidence import OTHER_SIZES, Evidence
+from .lab import RaisedError
 
 
 def _is_tried(evidence: Evidence, name: str, value: object) -> bool:

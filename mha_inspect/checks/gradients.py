@@ -14,8 +14,9 @@ from ..record.arguments import tensors_in
 from ..record.ops import Op
 from ..reports.check import Finding
 from ..text import first_few, listed, shortened, spans
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence
 from .factors import SIDES
+from .lab import NotPossibleError, Scene
 from .readers import Readers, weight_of
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
@@ -228,7 +229,7 @@ def _backward(evidence: Evidence, wanted: Mapping[str, nn.Parameter], *, finite:
     """
     arguments = evidence.arguments
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
-    subject = replace(evidence.runner.prepared(arguments.of_call(without_cache)), grad=True)
+    subject = replace(evidence.lab.prepared(Scene(arguments.of_call(without_cache))), grad=True)
     try:
         with subject.settings():
             outputs = _outputs_of_loss(subject.module(*subject.args, **subject.kwargs), finite=finite)

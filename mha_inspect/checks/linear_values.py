@@ -114,11 +114,27 @@ class LinearWeights:
 
     @property
     def total(self) -> str:
-        """What the weights of an output sum to: `1`, or `between 0.3 and 2`."""
+        """What the weights of an output sum to: `1`, `1, times a gate`, or `between 0.3 and 2`."""
         if self.sum_to_one:
             return "1"
+        if self.is_gated:
+            return "1, times a gate"
         low, high = float(self._of_any.min()), float(self._of_any.max())
         return f"{low:.3g}" if high - low <= _ERROR else f"between {low:.3g} and {high:.3g}"
+
+    @cached_property
+    def is_gated(self) -> bool:
+        """Whether the sums are the numbers of a tensor of the run, which multiplies an average, e.g. a sigmoid."""
+        sums = self.sums.flatten().sort().values
+        for op in self.recorded.run.recording.ops:
+            if not op.outputs or op.output.numel != sums.numel():
+                continue
+            gate = self.recorded.content(op.output)
+            if gate is None or not gate.is_floating_point():
+                continue
+            if float((gate.flatten().sort().values - sums).abs().max()) <= _ERROR:
+                return True
+        return False
 
     def is_divided(self) -> bool:
         """Whether the result is divided by a sum over tokens of something that it is made of.
@@ -157,25 +173,37 @@ class LinearWeights:
 
 
 def linear_weights(recorded: Recorded) -> LinearWeights | None:
-    """Return the values and weights of a run without attention; None if nothing in it is affine in tokens it mixes."""
+    """Return the values and weights of a run without attention; None if nothing in it is affine in tokens it mixes.
+
+    Those of an average come first: in AFT a result is linear in `exp(k) * v`, and an average of `v`.
+    """
+    first = None
+    for found in _linear_in_values(recorded):
+        if found.sum_to_one or found.is_gated:
+            return found
+        first = first or found
+    return first
+
+
+def _linear_in_values(recorded: Recorded) -> Iterator[LinearWeights]:
+    """Yield tensors of tokens in which a later result is affine and mixes tokens, the last values first."""
     size = _batch_and_tokens(recorded)
     recording = recorded.run.recording
     if size is None or size[1] > _MOST_TOKENS or not recording.outputs:
-        return None
+        return
     results = _of_tokens([named.tensor for named in recording.outputs[:1]], size)
     if not results:
-        return None
+        return
     steps = between(recording, set(recording.input_ids), results[0])
     if len(steps) > _MOST_STEPS:
-        return None
+        return
     tensors = _of_tokens([op.output for op in steps], size)
     for values in list(reversed(tensors))[:_MOST_VALUES]:
         for result in _ends(recorded, values, tensors):
             found = LinearWeights(recorded, values, result, size)
             with suppress(LostError):
                 if found.is_affine and found.mixes:
-                    return found
-    return None
+                    yield found
 
 
 def _batch_and_tokens(recorded: Recorded) -> tuple[int, int] | None:
@@ -233,7 +261,9 @@ def _picture(seen: Tensor) -> tuple[str, ...]:
 
 def not_divided_rightly(found: LinearWeights) -> Iterator[Finding]:
     """Yield that weights which are divided by a sum do not sum to 1; none if they do, or nothing is divided."""
-    if found.sum_to_one or float(found.weights.min()) < -_ERROR or not found.is_divided():
+    if found.sum_to_one or float(found.weights.min()) < -_ERROR:
+        return
+    if not found.is_divided() or found.is_gated:
         return
     yield Finding(
         "softmax",

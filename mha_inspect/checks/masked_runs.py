@@ -17,7 +17,8 @@ from torch import Tensor
 from ..reports.check import Fact, Finding
 from ..text import shortened, spans
 from .arguments import Source
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence
+from .lab import NotPossibleError
 from .rules.masking import masks_everything, weak_masks
 from .rules.softmax import softmax
 from .seen_keys import SeenKeys
@@ -79,6 +80,8 @@ class MaskedRun:
         """
         if self.hides == self.opens or self.hides_queries:
             return False
+        if not self.pairs:
+            return True  # shown by outputs: no other token depends on these
         masked = [after if self.hides else before for before, after in self.pairs]
         return any(_hides_keys(sight, self.keys) for sight in masked)
 
@@ -388,6 +391,9 @@ def _run_with(
     pairs = _comparable(whole.sights, masked.sights, change.keys)
     hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
+    if not whole.run.attentions:
+        before, after = (_moves_others(run, change.keys, sources[0]) for run in (whole, masked))
+        hides, opens = before and not after, after and not before
     return MaskedRun(
         name=name,
         mask=mask,
@@ -406,6 +412,18 @@ def _run_with(
         line=pairs[0][1].line if pairs else "",
         losing=tuple(_queries_that_lose_keys(whole.sights, masked.sights)),
     )
+
+
+def _moves_others(evidence: Evidence, keys: Tensor, source: Source) -> bool:
+    """Return whether tokens of item 0 change outputs of its other tokens: keys are `batch key`. False if unknown."""
+    if not evidence.follows or source.names != evidence.source.names:
+        return False
+    places = keys[0].nonzero().flatten()
+    span = slice(int(places[0]), int(places[-1]) + 1)
+    with suppress(NotPossibleError):
+        moved = evidence.differences(evidence.output_with(source.others(span, by=6.0)))
+        return bool(moved[0, ~keys[0]].any())
+    return False
 
 
 def _comparable(before: Iterable[SeenKeys], after: Iterable[SeenKeys], keys: Tensor) -> tuple[_Pair, ...]:

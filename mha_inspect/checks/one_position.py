@@ -15,7 +15,8 @@ from ..record.ops import TensorRef
 from ..reports.check import Finding
 from ..running.subject import Run
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError
+from .evidence import OTHER_SIZES, Evidence
+from .lab import NotPossibleError
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _follows_the_length(evidence: Evidence, source: Source, row: _Row) -> bool:
     """Return whether a run with one token fewer reads the row before this one."""
     fewer = source.length - 1
     try:
-        run, _ = evidence.recorded(evidence.piece(source, 0, fewer))
+        run = evidence.with_arguments(evidence.piece(source, 0, fewer)).run
     except NotPossibleError:
         return False
     shorter = Source(source.names, source.value.narrow(source.positions or 0, 0, fewer), source.batch, source.positions)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..reports.check import Finding, SkippedCheck
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from .evidence import OTHER_SIZES, Evidence
+from .lab import NotPossibleError, RaisedError
 from .laid_over import MASK_THE_KEYS, laid_over
 from .masked_runs import padding_mask
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compare.replay import again, content_of
 from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, sizes_in
 from .evidence import Evidence
-from .factors import Factor, NotHereError
+from .factors import Factor, NotHereError, Way
 
 _MOST_SCORES = 1 << 20
 """The largest number of weights that are computed again."""
@@ -41,15 +40,12 @@ def moved_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Mo
     if weights.numel > _MOST_SCORES:
         raise NotHereError
     factor = Factor(evidence, attention, names, "query")
-    value = content_of(evidence, factor.target)
     count = factor.target.shape[factor.rows]
-    moved = value.clone()
-    row = moved.movedim(factor.rows, 0)[count // 2]
-    row.copy_(row + 1 + row.abs())
-    before = again(evidence, factor.target, value, weights)
-    apart = (before - again(evidence, factor.target, moved, weights)).abs()
+    in_middle = torch.zeros(factor.target.shape, dtype=torch.bool)
+    in_middle.select(factor.rows, count // 2).fill_(True)
     # A largest score that is subtracted from all of them moves every weight by rounding.
-    changed = apart > max(_LEAST, 16 * torch.finfo(apart.dtype).eps)
+    least = max(_LEAST, 16 * torch.finfo(getattr(torch, weights.dtype)).eps)
+    changed = Way(evidence, factor.target, weights).changed_by(in_middle, least)
     sizes = sizes_in(attention, names, "weights")
     by_query = canonical(changed, "weights", names.of_stage("weights"), sizes, names.head_order)
     if by_query is None or count % by_query.shape[-2]:

@@ -22,8 +22,9 @@ from ..running.subject import Subject
 from ..running.without_dropout import WithoutDropout
 from ..text import first_line
 from .cache_loop import continues
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from .evidence import OTHER_SIZES, Evidence
 from .factors import first_key
+from .lab import NotPossibleError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
@@ -91,7 +92,7 @@ def training(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if train and eval give different outputs although no dropout drops anything."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm uses different statistics in train")
-    with evidence.runner.changed_by(nn.Module.train), WithoutDropout() as mode:
+    with evidence.lab.changed_by(nn.Module.train), WithoutDropout() as mode:
         output = evidence.output_with({})
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:

@@ -222,6 +222,19 @@ class SeenKeys:
         return torch.equal(self.pairs, self._in_width & self.visible)
 
     @property
+    def is_by_distance(self) -> bool:
+        """Whether queries see their past at the same distances, e.g. every third, beside the first keys (sinks).
+
+        A single distance that is left out is no pattern that anybody draws.
+        """
+        past = (self.distance >= 0) & self.visible
+        seen_by_all = (self.pairs | ~past).all(0)  # key
+        is_sink = seen_by_all.long().cumprod(0).bool()[None]
+        seen = set(self.distance[past & ~is_sink & self.pairs].tolist())
+        hidden = set(self.distance[past & ~is_sink & ~self.pairs].tolist())
+        return len(hidden) > 1 and not seen & hidden
+
+    @property
     def hides_itself(self) -> Tensor:
         """`query key`: True at the key of a query's own token if the query does not see it, and it is no padding."""
         if not self.knows_own or self.shared:

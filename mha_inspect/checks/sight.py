@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..compare.replay import LostError, Recorded, laid_out_as, replayed
+from ..compare.replay import content_of as value_of
 from ..graph.attention import Attention
 from ..graph.rerun import between
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.stage_facts import StageFacts
 from ..naming.visibility import is_causal, sees, sees_by_head
-from ..record.ops import Op
+from ..record.ops import TensorRef
 from ..running.subject import Run
 from .alike import Named
 from .query_order import picks_queries, positions_of
@@ -27,7 +29,7 @@ _HEAVY = 1e-3
 
 
 def sights_of(
-    run: Run,
+    recorded: Recorded,
     first_key: Callable[[Attention, AxisNames], int | None],
     padded: Tensor | None = None,
     groups: Sequence[Sequence[Named]] = (),
@@ -38,6 +40,7 @@ def sights_of(
     `batch position`, True at padding, whose queries may see anything. The first attention of a group shows what all of
     it see.
     """
+    run = recorded.run
     shown_by: dict[int, Named] = {}
     for group in groups:
         for attention, _ in group:
@@ -47,7 +50,7 @@ def sights_of(
     for attention, names in run.attentions:
         first, names_of_first = shown_by.get(id(attention), (attention, names))
         if id(first) not in first_sights:
-            first_sights[id(first)] = _sight_of(run, first, names_of_first, first_key, padded)
+            first_sights[id(first)] = _sight_of(recorded, first, names_of_first, first_key, padded)
         sight = first_sights[id(first)]
         if sight is not None:
             sights.append(sight if attention is first else _of_another(run, sight, attention))
@@ -60,14 +63,15 @@ def _of_another(run: Run, sight: SeenKeys, attention: Attention) -> SeenKeys:
 
 
 def _sight_of(
-    run: Run,
+    recorded: Recorded,
     attention: Attention,
     names: AxisNames,
     first_key: Callable[[Attention, AxisNames], int | None],
     padded: Tensor | None,
 ) -> SeenKeys | None:
     """Return the visible keys of an attention; None if its weights are unknown."""
-    weighing = _weighing(run, attention, names)
+    run = recorded.run
+    weighing = _weighing(recorded, attention, names)
     if weighing is None:
         return None
     queries, keys = weighing.weights.shape[-2:]
@@ -124,47 +128,77 @@ class _Weighing:
     weights: Tensor
     """Zero where a mask leaves a key no weight, and nowhere else."""
     scores: Tensor | None
-    """The masked scores; None if they are unknown."""
+    """The masked scores; 0 without a mask before the softmax. None if they are unknown."""
     faint: float = 0.0
     """The largest weight that a mask of finite numbers left to a key, too small to change a sum."""
 
 
-def _weighing(run: Run, attention: Attention, names: AxisNames) -> _Weighing | None:
+def _weighing(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
     """Return the weights of an attention by which it is seen who sees whom; None if they are unknown."""
+    run = recorded.run
     weights = _content(run, attention, names, "weights")
     if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
         return None
-    scores = _content(run, attention, names, "masked_scores")
-    zeroed = _zeroed_after_softmax(run, attention, names)
-    if zeroed is not None and zeroed.shape == weights.shape:
-        if scores is None:
-            scores = torch.zeros_like(weights)
-        return _Weighing(weights.masked_fill(zeroed, 0.0), scores)
-    plain = _content(run, attention, names, "scores")
-    if scores is None or plain is None:
-        return _Weighing(weights, scores)
-    if not plain.shape == scores.shape == weights.shape or plain.is_complex():
-        return _Weighing(weights, None if scores.is_complex() else scores)
-    if plain.dtype != torch.float64:  # half of a large mask may be infinite in a smaller dtype
-        plain, scores = plain.float(), scores.float()
-    lowered = (plain - scores).nan_to_num(torch.inf)
-    return _weighing_by_masks(weights, scores, lowered, has_masks=bool(attention.masks))
+    measured = _measured(recorded, attention, names)
+    return measured or _Weighing(weights, _content(run, attention, names, "masked_scores"))
 
 
-def _weighing_by_masks(weights: Tensor, scores: Tensor, lowered: Tensor, *, has_masks: bool) -> _Weighing:
-    """Return the weights that a mask makes zero, by how much each score is lowered; all `batch heads query key`."""
+def _measured(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
+    """Return the weights that a mask makes 0: those of equal scores are 0 by a mask alone.
+
+    None if they cannot be computed, or if what makes them 0 follows the scores: the largest of them are no mask.
+    """
+    equal = _of_equal_scores(recorded, attention, names)
+    if equal is None:
+        return None
+    content = value_of(recorded, _last_weights(recorded.run, attention))
+    weights = _canonical(attention, names, "weights", content)
+    if weights is None or weights.shape != equal.weights.shape:
+        return None
+    number = torch.finfo(weights.dtype)
+    is_masked = equal.weights < number.tiny
+    if bool((weights[is_masked] > number.eps).any()):
+        return None
+    is_faint = _masked_by_a_number(equal)
+    faint = float(weights[is_faint].max()) if bool(is_faint.any()) else 0.0
     # A weight may be too small for its dtype although nothing masks it.
-    lowered_less = lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY
-    is_small = (weights == 0) & lowered_less
-    smallest = torch.finfo(weights.dtype).tiny
-    visible = weights.masked_fill(is_small, smallest)
-    if not has_masks:  # other steps, e.g. a negation, lower scores too
-        return _Weighing(visible, scores)
-    is_faint = _masked_by_a_number(weights, scores, lowered)
-    if not bool(is_faint.any()):
-        return _Weighing(visible, scores)
-    faint = float(weights[is_faint].max())
-    return _Weighing(visible.masked_fill(is_faint, 0.0), scores, faint)
+    visible = weights.nan_to_num(number.tiny).masked_fill(weights == 0, number.tiny)
+    return _Weighing(visible.masked_fill(is_masked | is_faint, 0.0), equal.scores, faint)
+
+
+def _of_equal_scores(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
+    """Return the weights, and the masked scores, if every score were 1; None if they cannot be computed."""
+    stages = attention.stages
+    if attention.branches or attention.pieces or "scores" not in stages or "weights" not in stages:
+        return None
+    scores, last = stages["scores"], _last_weights(recorded.run, attention)
+    try:
+        ones = torch.ones_like(value_of(recorded, scores))
+        computed = replayed(recorded, {scores.id: laid_out_as(scores, ones)}, last)
+    except LostError:
+        return None
+    weights = _canonical(attention, names, "weights", computed[last.id])
+    if weights is None:
+        return None
+    masked = computed.get(stages["masked_scores"].id) if "masked_scores" in stages else None
+    masked_scores = None if masked is None else _canonical(attention, names, "masked_scores", masked)
+    return _Weighing(weights.abs(), torch.zeros_like(weights) if masked_scores is None else masked_scores)
+
+
+def _last_weights(run: Run, attention: Attention) -> TensorRef:
+    """Return the weights as they are multiplied by the values: steps after the softmax may mask them too."""
+    weights = attention.stages["weights"]
+    if StageFacts(run.graph, attention, {}).drops():
+        return weights
+    for op in attention.weights_path:
+        if op.output.shape == weights.shape:
+            weights = op.output
+    return weights
+
+
+def _canonical(attention: Attention, names: AxisNames, stage: str, value: Tensor) -> Tensor | None:
+    """Return a value in the axes of a stage as `batch heads query key`; None if an axis has no name."""
+    return canonical(value, stage, names.of_stage(stage), sizes_in(attention, names, stage), names.head_order)
 
 
 # -- who sees whom ----------------------------------------------------------------------------------------------------
@@ -270,63 +304,18 @@ def _names_of(run: Run, inputs: set[int]) -> frozenset[str]:
 # -- masks that leave or take weight ----------------------------------------------------------------------------------
 
 
-def _masked_by_a_number(weights: Tensor, scores: Tensor, lowered: Tensor) -> Tensor:
-    """Return where a mask of one finite number leaves a weight that is too small to change a sum.
+def _masked_by_a_number(equal: _Weighing) -> Tensor:
+    """Return where a mask of one finite number leaves equal scores a weight that is too small to change a sum.
 
-    All are `batch heads query key`. With scores of -30 the weights are about 1e-13, and no output in float32 differs.
-    A bias by distance lowers far scores as much, but by several numbers: nothing is masked by it.
+    With scores of -30 the weights are about 1e-13, and no output in float32 differs. A bias by distance lowers far
+    scores as much, but by several numbers: nothing is masked by it.
     """
-    is_faint = (weights > 0) & (weights < torch.finfo(weights.dtype).eps / 8) & (lowered > 0)
-    if not bool(is_faint.any()):
-        return is_faint
-    filled, added = scores[is_faint], lowered[is_faint]
-    is_one_number = bool((filled == filled[0]).all()) or bool(torch.isclose(added, added[0]).all())
-    return is_faint if is_one_number else torch.zeros_like(is_faint)
-
-
-def _zeroed_after_softmax(run: Run, attention: Attention, names: AxisNames) -> Tensor | None:
-    """Return the weights that steps after the softmax set to zero: `batch heads query key`; None if there are none.
-
-    Such are tril, and a product with a mask of zeros and ones; a sum that divides the weights may follow.
-    """
-    if attention.branches or StageFacts(run.graph, attention, {}).drops():
-        return None
-    step = _last_step_to_zero(run, attention)
-    value = None if step is None else run.recording.values.get(step.output.id)
-    if value is None:
-        return None
-    is_zero = value == 0
-    if bool(is_zero.all()):
-        return None
-    sizes = sizes_in(attention, names, "weights")
-    return canonical(is_zero, "weights", names.of_stage("weights"), sizes, names.head_order)
-
-
-def _last_step_to_zero(run: Run, attention: Attention) -> Op | None:
-    """Return the last operation between the softmax and the weights that sets some to zero; None without one."""
-    last = None
-    for op in attention.weights_path:
-        if op.output.shape == attention.stages["weights"].shape and _sets_to_zero(run, attention, op):
-            last = op
-    return last
-
-
-def _sets_to_zero(run: Run, attention: Attention, op: Op) -> bool:
-    """Return whether an operation sets weights to zero, at places that do not depend on the weights."""
-    after = run.recording.values.get(op.output.id)
-    before = run.recording.values.get(op.inputs[0].id) if op.inputs else None
-    if after is None or before is None:
-        return False
-    if int((after == 0).sum()) <= int((before == 0).sum()):
-        return False
-    if op.base_name.rstrip("_") in ("tril", "triu"):
-        return True
-    if not op.does("scales", "masks", "fills", "fills_where"):
-        return False
-    # A threshold or the largest k of the weights follow the scores, and are no mask.
-    softmax = attention.softmax.output.id
-    beside = [tensor for tensor in op.inputs if tensor.id != softmax]
-    return any(not between(run.recording, {softmax}, tensor) for tensor in beside)
+    weights, scores = equal.weights, equal.scores
+    is_faint = (weights > 0) & (weights < torch.finfo(weights.dtype).eps / 8)
+    if scores is None or scores.shape != weights.shape or not bool(is_faint.any()):
+        return torch.zeros_like(is_faint)
+    left = scores[is_faint]
+    return is_faint if bool(torch.isclose(left, left[0]).all()) else torch.zeros_like(is_faint)
 
 
 def _is_laid_over_heads(weights: Tensor, scores: Tensor | None) -> bool:

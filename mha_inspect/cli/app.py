@@ -24,9 +24,9 @@ from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
 from .options import EXPECTATIONS, OUTPUTS, SHARED, Options, arguments_of
-from .output import checked_destination, print_and_export, write
+from .output import checked_destination, print_and_export, say, write
 from .ranks import require_one_process
-from .target_text import command_for, completed
+from .target_text import command_for, completed, namesake
 
 STARTED = time.perf_counter()
 """The moment at which this program was imported."""
@@ -276,6 +276,10 @@ def command(
                 if given.get(parameter) is not None:
                     given[parameter] = completed(given[parameter])
             options = Options.parsed(ctx, values)
+            for parameter in _NAMES_OF_TARGETS:
+                other = namesake(given.get(parameter) or "")
+                if other and not options.quiet:
+                    say(f"{given[parameter]} is the built-in layer. For the path of this name, type {other}.")
             if given.get("target") in LAYERS:
                 options.take_layer(given["target"])
                 given["target"] = None

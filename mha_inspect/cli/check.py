@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks.intent import CHECKS, Intent, chosen_checks
 from ..checks.pages import claim_of, page_of
-from ..errors import ExitCode
+from ..errors import ExitCode, SpecError
+from ..layers.catalog import LAYERS
 from ..render import screen
+from ..text import quoted, shown
 from . import subject
 from .app import STARTED, command
 from .expected import declared_by, loaded_for
 from .help import PROGRAM
-from .options import EXPECTED, NUMBERS, TARGET, Options, option
+from .options import EXPECTED, NUMBERS, TARGET, Options, is_target, option
 from .output import checked_destination, print_and_export, write
 from .patch import patch_beside
 
@@ -35,7 +37,7 @@ PANEL = "Check"
 def check(
     options: Options,
     target: str | None = TARGET,
-    reference: str | None = option(EXPECTED, "A trusted TARGET with the same arguments.", metavar="TARGET"),
+    reference: str | None = option(EXPECTED, "A trusted version of TARGET.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Run only this check. Repeatable, as --skip.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
@@ -64,7 +66,7 @@ def check(
     Intent(**declared)
     subject.check(target, options, "check")
     if reference is not None:
-        subject.check_target(reference, options, "check", beside_layer=True)
+        _check_reference(reference, target or options.layer, options)
     export = checked_destination(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         if reference is not None:
@@ -75,6 +77,18 @@ def check(
             report = replace(report, patch=patch_beside(target, options, Intent(**declared), STARTED))
     print_and_export(report, options, export)
     return _exit_code(report, strict=strict)
+
+
+def _check_reference(reference: str, checked: str, options: Options) -> None:
+    """Check a reference before it is imported. Raises `SpecError` for the name of a layer, or of no target."""
+    if not is_target(reference):
+        others = [name for name in (reference, "torch", "per-head") if name in LAYERS and name != checked]
+        raise SpecError(
+            f"--reference {shown(reference)} is no target: give a trusted version of {shown(checked)} with its "
+            "arguments and parameters, e.g. --reference old_model.py:Attention. To compare with a layer: `mha-inspect "
+            f"diff {quoted(checked)} {others[0]}`."
+        )
+    subject.check_target(reference, options, "check", beside_layer=True)
 
 
 def _write_list() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..text import shown
+from ..text import quoted, shown
 from . import subject
 from .app import command
 from .options import FAIL_IF, NUMBERS, Options, completing, option
@@ -108,7 +108,7 @@ def _are_checkpoints(left: str, right: str) -> bool:
         what = f"{shown(module)} is not" if module else "the other side is missing"
         raise SpecError(
             f"{shown(files[0])} is a checkpoint, and {what}: diff compares two checkpoints or two modules. For a "
-            f"checkpoint and a module: `mha-inspect params {shown(files[0])} --like TARGET`."
+            f"checkpoint and a module: `mha-inspect params {quoted(files[0])} --like {quoted(module or 'TARGET')}`."
         )
     return len(files) == 2
 

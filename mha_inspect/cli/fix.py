@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,4 +69,6 @@ def _fixed(target: str, options: Options, intent: Intent) -> Fixed:
 
     made = target_of(target, options, intent)
     made.make(0)  # imports the file
-    return fixed(replace(made, module=module_of(target)))
+    # What the file prints is shown once, and not again for every edit.
+    with redirect_stdout(StringIO()):
+        return fixed(replace(made, module=module_of(target)))

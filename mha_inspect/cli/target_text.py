@@ -44,6 +44,18 @@ def completed(text: str) -> str:
     return f"torch.nn:{text}" if text in _OF_TORCH else text
 
 
+def namesake(text: str) -> str:
+    """Return how to type a file or folder here that has the name of a layer: `bert.py`, `./torch`; empty without one.
+
+    The layer is meant by its name alone.
+    """
+    if text not in LAYERS:
+        return ""
+    if Path(f"{text}.py").is_file():
+        return f"{text}.py"
+    return f"./{text}" if Path(text).is_dir() else ""
+
+
 def _with_colon(text: str) -> str:
     """Return `package.module:Class` for `package.module.Class`; any other text as it is."""
     where, _, name = text.rpartition(".")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from ..making.importing import at_import
+
 
 def is_own(module: ModuleType) -> bool:
     """Return whether a module is of a file of the user: one of Python, and of no installed package."""
@@ -33,7 +35,8 @@ def in_place_of(module: ModuleType, content: bytes) -> Iterator[ModuleType]:
     sys.modules[module.__name__] = fresh
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
-        exec(code, vars(fresh))
+        with at_import(file):
+            exec(code, vars(fresh))
         yield fresh
     finally:
         sys.modules[module.__name__] = before

@@ -20,15 +20,16 @@ from .loading import in_place_of
 from .source import Edit, Source
 from .trial import (
     Judged,
+    Kept,
     Target,
     axes_of_stage,
     judged,
+    kept_of,
     made,
     matrices_in_use,
     outputs_of,
     shapes_of,
     stages_of,
-    weights_of,
 )
 
 SEEDS = (0, 1, 2)
@@ -36,6 +37,7 @@ SEEDS = (0, 1, 2)
 _MOST = 900
 """The most edits that are run for one problem."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_CALL_BEFORE, _CALL_AFTER = re.compile(r"[\w.]+\Z"), re.compile(r"\w*\(?")
 _MOST_RIVALS = 3
 """The most edits with other outputs that are shown."""
 _MOST_ALIKE = 4
@@ -103,28 +105,31 @@ class Search:
 
     target: Target
     source: Source
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """What every edit keeps of the original, by the seed."""
     tried: int = 0
 
     def judge(self, source: Source, seed: int, only: Sequence[str] = ()) -> Judged:
         """Judge the subject of a source with the weights of the original one."""
         with in_place_of(self.target.module, source.content):
-            return judged(self.target, seed, self._weights(seed), only)
+            return judged(self.target, seed, self._kept(seed), only)
 
     def outputs(self, source: Source, seed: int, *, training: bool = False) -> list[Tensor]:
         """Return the outputs of the subject of a source."""
         with in_place_of(self.target.module, source.content):
-            return outputs_of(made(self.target, seed, self._weights(seed)), training=training)
+            return outputs_of(made(self.target, seed, self._kept(seed)), training=training)
 
-    def _weights(self, seed: int) -> dict[str, Tensor]:
-        if seed not in self.weights:
+    def _kept(self, seed: int) -> Kept:
+        if seed not in self.kept:
             with in_place_of(self.target.module, self.source.content):
-                self.weights[seed] = weights_of(self.target, seed)
-        return self.weights[seed]
+                self.kept[seed] = kept_of(self.target.make(seed))
+        return self.kept[seed]
 
     def fix(self, before: Judged) -> Found:
         """Return the smallest edits with which the first problem is gone."""
-        self._weights(SEEDS[0])
+        if _is_of_a_guess(before.failure):
+            return Found(reason="No edit was looked for: without the input nothing is known of the code.")
+        self._kept(SEEDS[0])
         check, line = _first_problem(before)
         number = named_line(self.target.module, line, self.source.content.count(b"\n") + 1)
         passing: list[Trial] = []
@@ -134,7 +139,28 @@ class Search:
             trial = self._trial(edit, check, before)
             if trial is not None:
                 passing.append(trial)
+        if not passing:
+            further = self._further(before.failure, number)
+            if further is not None:
+                return Found((further,))
         return self._decided(passing)
+
+    def _further(self, failure: Failure | None, number: int | None) -> Trial | None:
+        """Return the edit that the advice on a failure names, if the forward then gets further and raises again."""
+        if failure is None or failure.cause is None or number is None:
+            return None
+        for edit in edits(self.source, self.source.nodes_on({number}), RAISES):
+            call = _call_written_by(edit, self.source)
+            if not call or call not in failure.cause.fix:
+                continue
+            try:
+                source = self.source.edited(edit.replacements)
+                after = self.judge(source, SEEDS[0])
+            except (Exception, SystemExit):  # an edited source may raise anything
+                continue
+            if after.failure is not None and after.failure.num_ops > failure.num_ops:
+                return Trial(edit, source, after, [], 0)
+        return None
 
     def _decided(self, passing: list[Trial]) -> Found:
         """Return the best of the edits that pass, if all that are as good compute the same."""
@@ -258,7 +284,7 @@ class Search:
     def _puts_features_first(self, source: Source) -> bool:
         """Return whether a source merges heads in another order than it splits them."""
         with in_place_of(self.target.module, source.content):
-            subject = made(self.target, SEEDS[0], self._weights(SEEDS[0]))
+            subject = made(self.target, SEEDS[0], self._kept(SEEDS[0]))
             merged = axes_of_stage(subject, "concat")
         return any(_FEATURES_FIRST in axes for axes in merged)
 
@@ -278,7 +304,7 @@ class Search:
     def stages(self, source: Source) -> dict[str, Tensor]:
         """Return the stages of the attentions of a source, by their name and number; none where its forward raises."""
         with in_place_of(self.target.module, source.content):
-            return stages_of(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
+            return stages_of(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
 
     def _keeps_sizes(self, edit: Edit, source: Source, failure: Failure) -> bool:
         """Return whether the stages that were computed before a failure have the same sizes, in any order.
@@ -315,7 +341,7 @@ class Search:
     def matrices_in_use(self, source: Source) -> set[str]:
         """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
         with in_place_of(self.target.module, source.content):
-            return matrices_in_use(made(self.target, SEEDS[0], self._weights(SEEDS[0])))
+            return matrices_in_use(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
 
     def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
         """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""
@@ -334,6 +360,11 @@ class Search:
                 return False
         training = self.outputs(source, SEEDS[0], training=True)
         return shapes_of(training) == shapes_of(self.outputs(source, SEEDS[0]))
+
+
+def _is_of_a_guess(failure: Failure | None) -> bool:
+    """Return whether a forward raises because of an input that was guessed or left out."""
+    return failure is not None and failure.cause is not None and failure.cause.name == "guessed_input"
 
 
 def _changes(trial: Trial) -> tuple[int, int, int]:
@@ -391,6 +422,17 @@ def _together(single: Sequence[Edit]) -> Iterator[Edit]:
     for pairs in (combinations(single, 2), product(everywhere, single)):
         for one, other in islice(pairs, _MOST_TOGETHER):
             yield _joined(f"{one.row} and {other.row}", (one, other))
+
+
+def _call_written_by(edit: Edit, source: Source) -> str:
+    """Return the call that an edit of one place makes: `k.transpose(-2, -1)`, `.reshape(`; empty if it is none."""
+    if len(edit.replacements) != 1:
+        return ""
+    (replacement,) = edit.replacements
+    before = _CALL_BEFORE.findall(source.text(0, replacement.start))
+    after = _CALL_AFTER.match(source.text(replacement.end, len(source.content)))
+    call = "".join(before[:1]) + replacement.text + (after.group() if after else "")
+    return call if "(" in call else ""
 
 
 def _joined(row: str, parts: Iterable[Edit]) -> Edit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -64,6 +64,16 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """What an edited source has in common with the one that is wrong."""
+
+    weights: Mapping[str, Tensor]
+    """Copies of the parameters, by name."""
+    inputs: Mapping[str, tuple[torch.Size, torch.dtype]]
+    """The sizes and the type of each input, by its path: an edit may not have others guessed."""
+
+
+@dataclass(frozen=True, eq=False)
 class Judged:
     """What is wrong with a subject."""
 
@@ -83,9 +93,9 @@ class Judged:
         return set() if self.report is None else {finding.check for finding in self.report.findings}
 
 
-def judged(target: Target, seed: int, weights: Mapping[str, Tensor], only: Sequence[str] = ()) -> Judged:
+def judged(target: Target, seed: int, kept: Kept, only: Sequence[str] = ()) -> Judged:
     """Build and judge the subject with these weights. Raises any error but that of its forward."""
-    subject = made(target, seed, weights)
+    subject = made(target, seed, kept)
     failure = failure_of(subject)
     if failure is not None:
         return Judged(None, failure)
@@ -106,27 +116,34 @@ def failure_of(subject: Subject) -> Failure | None:
     raise error
 
 
-def made(target: Target, seed: int, weights: Mapping[str, Tensor]) -> Subject:
-    """Build the subject, with the weights of another one. Raises `RejectedError` if its parameters are others."""
+def made(target: Target, seed: int, kept: Kept) -> Subject:
+    """Build the subject, with the weights of another one. Raises `RejectedError` if its parameters or inputs differ."""
     target.deadline.tick()
     subject = target.make(seed)
     parameters = dict(subject.module.named_parameters())
-    if weights and {name: tensor.shape for name, tensor in weights.items()} != _shapes(parameters):
+    if _shapes(kept.weights) != _shapes(parameters):
         raise RejectedError("its parameters are others")
+    if _forms_of_inputs(subject) != kept.inputs:
+        raise RejectedError("its inputs are others")
     with torch.no_grad():
-        for name, tensor in weights.items():
+        for name, tensor in kept.weights.items():
             parameters[name].copy_(tensor)
     return subject
+
+
+def _forms_of_inputs(subject: Subject) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the sizes and the type of each input, by its path."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors_in((subject.args, subject.kwargs))}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def weights_of(target: Target, seed: int) -> dict[str, Tensor]:
-    """Return copies of the parameters of a subject, by name."""
-    module = target.make(seed).module
-    return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+def kept_of(subject: Subject) -> Kept:
+    """Return what edits of the source of a subject keep: its parameters, and the forms of its inputs."""
+    weights = {name: tensor.detach().clone() for name, tensor in subject.module.named_parameters()}
+    return Kept(weights, _forms_of_inputs(subject))
 
 
 def outputs_of(subject: Subject, *, training: bool = False) -> list[Tensor]:
@@ -146,7 +163,7 @@ def matrices_in_use(subject: Subject) -> set[str]:
 
     A bias of keys has none with a softmax over keys, so those of one dimension are left out.
     """
-    with subject.settings(), subject.apart() as fresh, torch.enable_grad():
+    with subject.settings(), replace(subject, grad=True).apart() as fresh, torch.enable_grad():
         fresh.module.eval()
         matrices = {name: weight for name, weight in fresh.module.named_parameters() if weight.dim() > 1}
         outputs = [tensor for _, tensor in tensors_in(fresh.plain()) if tensor.requires_grad]

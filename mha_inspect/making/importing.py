@@ -11,6 +11,7 @@ import importlib.util
 import linecache
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
@@ -30,6 +31,8 @@ _PYTHONS = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _LONGEST_SOURCE = 2**22
 _LOADED: dict[Path, str] = {}
 """Files that were imported by path, to their names in sys.modules."""
+SECONDS: dict[str, float] = {}
+"""How long the import of each module took, with what it imports itself."""
 
 
 def split_target(text: str) -> tuple[str, str]:
@@ -97,8 +100,11 @@ def names_in_file(path: Path) -> list[str]:
 def imported(where: str) -> ModuleType:
     """Return a module by its name or the path of its file. Raises `InputError` if it cannot be imported."""
     try:
-        with _without_terminal(where), _gradients():
-            return _load_file(where) if where.endswith(".py") else _load_module(where)
+        with at_import(where):
+            began = time.perf_counter()
+            module = _load_file(where) if where.endswith(".py") else _load_module(where)
+            SECONDS.setdefault(module.__name__, time.perf_counter() - began)
+            return module
     except InputError:
         raise
     except (SystemExit, EOFError) as error:
@@ -108,6 +114,13 @@ def imported(where: str) -> ModuleType:
         ) from None
     except Exception as error:  # the file's own code may raise anything
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+@contextmanager
+def at_import(where: str) -> Iterator[None]:
+    """Run the block as the code of a file that is imported: with gradients, and without a terminal."""
+    with _without_terminal(where), _gradients():
+        yield
 
 
 def _gradients() -> AbstractContextManager[Any]:

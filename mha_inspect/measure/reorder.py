@@ -58,20 +58,17 @@ class NamedOrder:
             return False
         return "heads" in axes or "kv_heads" in axes
 
-    def line(self, name: str, axis: str, dims: int) -> str:
-        """Return the line that reorders a tensor: `rearrange(w, "(two half) e -> (half two) e", two=2)`.
+    def line(self, name: str, axis: str) -> str:
+        """Return the line for a weight and its bias: `rearrange(w, "(two half) ... -> (half two) ...", two=2)`.
 
-        Empty if the pattern is in words. `axis` is `rows` or `columns`, `dims` the number of dimensions of the tensor.
+        Empty if the pattern is in words. `axis` is `rows` or `columns`.
         """
         if not self.sizes:
             return ""
         before, after = self.pattern.split(" -> ")
-        if dims <= 1:
-            pattern = self.pattern
-        elif axis == "rows":
-            pattern = f"{before} e -> {after} e"
-        else:
-            pattern = f"e {before} -> e {after}"
+        pattern = f"... {before} -> ... {after}"
+        if axis == "rows":
+            pattern = f"{before} ... -> {after} ..."
         lengths = ", ".join(f"{inner}={size}" for inner, size in self.sizes[:-1])
         return f'rearrange({name}, "{pattern}", {lengths})'
 

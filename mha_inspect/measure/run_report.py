@@ -180,6 +180,7 @@ def environment_of(subject: Subject) -> Environment:
         device=str(tensors[0].device) if tensors else "cpu",
         dtype=str(dtypes[0]).removeprefix("torch.") if dtypes else "",
         seed=subject.seed,
+        random=subject.random,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call.call import explaining
+from ..checks.check import judged
 from ..compare.comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
 from ..compare.head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from ..compare.pair import Where
@@ -28,6 +29,7 @@ from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.score_formulas import unlike_dot
 from ..naming.stage_facts import StageFacts
 from ..naming.visibility import Rows
+from ..reports.check import Finding
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, StageShapes, Timing
 from ..running.subject import Run, Subject
@@ -77,6 +79,7 @@ def compare_heads(
     copied: list[CopiedWeights] = []
     observed: list[_Observed] = []
     asked = _Asked()
+    findings: tuple[Finding, ...] | None = None
     for num_heads, subject in counted:
         run = baseline
         weights = CopiedWeights(same=True)
@@ -95,6 +98,9 @@ def compare_heads(
             asked.flops.append(_flops_of(run.run))
         if see is not None:
             see(num_heads, run)
+        # A single head has nothing to mix.
+        if findings is None and num_heads > 1:
+            findings = _findings(run)
         if run is not baseline:
             run.forget()
     report = CompareHeadsReport(
@@ -115,6 +121,7 @@ def compare_heads(
         focus=compare_focus(asked.focuses) if focus else None,
         timing=None,
         measured_against=baseline.measured_against,
+        findings=findings or (),
     )
     if steps:
         training = compare_training(in_the_same_parts(asked.learners), steps, tick)
@@ -122,6 +129,13 @@ def compare_heads(
     if time:
         report = replace(report, timing=_compare_times(counted, asked.flops))
     return report
+
+
+def _findings(run: HeadRun) -> tuple[Finding, ...]:
+    """Return what is wrong in a run, from the checks that need no other."""
+    subject = run.subject
+    with subject.settings(), torch.random.fork_rng(subject.gpus()):
+        return judged(subject, run.run, subject.state()).findings
 
 
 @dataclass(frozen=True)

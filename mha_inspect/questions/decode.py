@@ -352,7 +352,9 @@ def _no_cache(arguments: Arguments, cache: str | None) -> InputError:
     """Return the error for a step that sees no earlier token, given the argument that took a cache."""
     candidates = _may_take_cache(arguments)
     if not candidates:
-        way_out = "the forward neither takes nor keeps a cache. Trace it without --decode."
+        way_out = (
+            "the forward neither takes nor keeps a cache. Trace it without --decode, or see mha-inspect help caches."
+        )
     elif cache:
         way_out = f"with {cache}, a step sees no earlier token. Use it in the forward."
     else:

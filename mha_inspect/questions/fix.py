@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -15,10 +16,16 @@ from ..fixes.loading import in_place_of
 from ..fixes.search import SEEDS, Found, Search
 from ..fixes.source import Source
 from ..fixes.trial import Judged, OutOfTimeError, Target
+from ..making.importing import SECONDS, in_one_line
 from ..measure.run_report import environment_of, layer_of
 from ..reports.check import Finding
 from ..reports.fix import FixReport
-from ..text import shown
+from ..text import listed, shown
+
+_LONGEST_IMPORT = 60.0
+"""The most seconds that a file and its libraries may take to be run a second time."""
+_LONGEST_RUN = 5.0
+"""The most seconds that the file itself may run: it is run some hundred times."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,14 @@ class Fixed:
 def fixed(target: Target) -> Fixed:
     """Return the problems of a target and a patch of its file. Nothing is written.
 
-    Raises `InputError` if the file is not UTF-8, or if the module has no attention to check.
+    Raises `InputError` if the file is not UTF-8 or cannot be run again and again, or if the module has no attention to
+    check.
     """
     path = target.module.__file__ or ""
     source = first = Source(_read(path))
-    weights = Search(target, source).weights
-    search = Search(target, source, weights)
+    _require_runs_again(target, first)
+    search = Search(target, source)
+    kept = search.kept
     before = judged = search.judge(source, SEEDS[0])
     found, alternative, tried = Found(), "", 0
     while problems_of(judged):
@@ -53,13 +62,15 @@ def fixed(target: Target) -> Fixed:
         elif source is not first:
             alternative = ""
         source, judged = trial.source, trial.judged
-        search = Search(target, source, weights)
+        search = Search(target, source, kept)
     reason = found.reason
     rivals = found.rivals if source is first else ()
     if problems_of(judged) and source is not first:
         # An edit for one of several problems may be wrong where the others remain.
-        reason = f"An edit fixes a part of the problems, and {len(problems_of(judged))} remain. {reason}"
+        reason = f"{_part_that_is_fixed(first, source, judged)} {reason}"
         source, judged = first, before
+    elif tried and judged.failure is not None and problems_of(judged)[0].fix:
+        reason += " The advice above is for the failing call alone."
     with in_place_of(target.module, first.content):
         subject = target.make(SEEDS[0])
     report = FixReport(
@@ -75,6 +86,38 @@ def fixed(target: Target) -> Fixed:
         edits_run=tried,
     )
     return Fixed(report, path, first.content, source.content)
+
+
+def _require_runs_again(target: Target, source: Source) -> None:
+    """Raise `InputError` for a file that raises when it is run a second time, or that takes long: it may train."""
+    file = shown(target.module.__file__ or "")
+    seconds = SECONDS.get(target.module.__name__, 0.0)
+    began = time.perf_counter()
+    try:
+        # Libraries are imported once, so only a second run shows how long the file itself takes.
+        if seconds <= _LONGEST_IMPORT:
+            with in_place_of(target.module, source.content):
+                seconds = time.perf_counter() - began
+    except (Exception, SystemExit) as error:
+        again = f"{file} cannot be run a second time, as fix does for every edit: {in_one_line(error)}"
+        raise InputError(f"{again.rstrip('.')}. Move that line to another file.") from None
+    if seconds > _LONGEST_RUN:
+        raise InputError(
+            f"{file} takes {seconds:.0f} seconds whenever it is imported, and is run once for every edit. Put what "
+            'only the program does, such as training, under `if __name__ == "__main__":`.'
+        )
+
+
+def _part_that_is_fixed(first: Source, edited: Source, judged: Judged) -> str:
+    """Return the sentence about an edit that leaves problems; of a forward that still raises, with its next error."""
+    failure = judged.failure
+    if failure is None:
+        return f"An edit fixes a part of the problems, and {len(judged.problems)} remain."
+    written = [line for line in _lines(edited) if line not in _lines(first)]
+    lines = listed([f"`{line.strip()}`" for line in written])
+    (problem,) = problems_of(judged)
+    error = problem.sentence.rstrip(".")
+    return f"With {lines} the forward gets further, and then fails at {problem.source}: {error}."
 
 
 def patch_in_time(target: Target) -> str | None:

@@ -32,6 +32,7 @@ from .parts import (
     shape_cell,
     verdict_column,
 )
+from .verdict import counted_findings
 
 _SOFTMAX_PER_HEAD = "H heads compute H softmaxes over the same keys, each from different scores: H patterns of weights."
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
@@ -50,6 +51,7 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     yield answered(report.answer)
+    yield from _wrong(report)
     yield _head_counts(report)
     yield section("", Paragraph(_difference_legend(report)), more="")
     yield _stages(report)
@@ -64,6 +66,16 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     options = [*_options_left(report)]
     if options:
         yield section("", Paragraph(f"Next: {'; '.join(options)}.", "muted"), more="")
+
+
+def _wrong(report: CompareHeadsReport) -> Iterator[Section]:
+    """Yield what is wrong in the run of the first head count above 1: the comparison is then of a wrong module."""
+    if not report.findings:
+        return
+    count = next(count.num_heads for count in report.counts if count.num_heads > 1)
+    found = counted_findings(report.findings)
+    sentence = f"With {count} heads, trace finds {found.text}. See mha-inspect trace TARGET --num-heads {count}."
+    yield section("", replace(found, text=sentence))
 
 
 def _head_counts(report: CompareHeadsReport) -> Section:

@@ -16,6 +16,7 @@ from ..reports.params import (
     ParametersTotal,
     ParamsReport,
     StoredAttention,
+    StoredName,
 )
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times
@@ -80,7 +81,8 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         "only in " + like.module: like.missing,
         "only in the file": like.unexpected,
         "with another shape": like.wrong_shape,
-        "transposed": like.transposed,
+        "transposed": [tensor for tensor in like.transposed if not _fits_both_ways(tensor)],
+        "square and likely transposed": [tensor for tensor in like.transposed if _fits_both_ways(tensor)],
     }
     fits = [f"{like.matching} with the same name and shape"]
     for misfit, tensors in counts.items():
@@ -99,6 +101,11 @@ def _fit(like: LikeModule) -> Iterator[Block]:
             Column(f"in {like.module}", lambda misfit: misfit.in_module),
         ]
         yield table(folded(misfits, "name"), columns)
+
+
+def _fits_both_ways(tensor: StoredName) -> bool:
+    """Return whether a transposed weight is square, so that its shape does not show it."""
+    return tensor.shape == tensor.expected
 
 
 def _prefixed(like: LikeModule) -> str:
@@ -132,7 +139,8 @@ def _misfits(like: LikeModule) -> Iterator[_Misfit]:
         yield _Misfit(kind, tensor.name, in_file=text.shape(tensor.shape), in_module=text.shape(expected))
     for tensor in like.transposed:
         expected = tensor.expected or ()
-        yield _Misfit("transposed", tensor.name, in_file=text.shape(tensor.shape), in_module=text.shape(expected))
+        kind = "likely transposed" if _fits_both_ways(tensor) else "transposed"
+        yield _Misfit(kind, tensor.name, in_file=text.shape(tensor.shape), in_module=text.shape(expected))
 
 
 @dataclass(frozen=True)

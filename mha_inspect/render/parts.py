@@ -47,7 +47,8 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
     # A module without parameters and inputs has no dtype, and a file is read without torch.
     made_with = [environment.device, environment.dtype]
     if environment.seed is not None:
-        made_with.append(f"seed {environment.seed}")
+        random = f"random {environment.random}, " if environment.random else ""
+        made_with.append(f"{random}seed {environment.seed}")
     if environment.torch:
         made_with.append(f"torch {environment.torch}")
     subtitle = ", ".join(filter(None, made_with))

@@ -244,6 +244,8 @@ class _Columns:
     """The widest field of each column."""
     words: tuple[int, ...]
     """The longest word in the fields of each column."""
+    pieces: tuple[int, ...]
+    """The longest word where shapes are broken between their sizes."""
     shown: tuple[int, ...]
     below: Mapping[int, tuple[int, ...]]
     """The columns that are put under each column."""
@@ -253,11 +255,12 @@ class _Columns:
     @classmethod
     def of(cls, table: Table, width: int) -> _Columns:
         """Return the columns of a table, at first without those that only a wide terminal shows."""
-        bodies, words, shown, dropped = [], [], [], []
+        bodies, words, pieces, shown, dropped = [], [], [], [], []
         for place, column in enumerate(table.columns):
             texts = [row[place].full for row in table.rows]
             bodies.append(max(map(cells, texts), default=0))
             words.append(max(map(_longest_word, texts), default=0))
+            pieces.append(max(map(_longest_piece, texts), default=0))
             if column.wide and width < WIDE:
                 dropped.append(column.title)
             else:
@@ -266,6 +269,7 @@ class _Columns:
             table=table,
             bodies=tuple(bodies),
             words=tuple(words),
+            pieces=tuple(pieces),
             shown=tuple(shown),
             below={},
             dropped=tuple(dropped),
@@ -283,6 +287,10 @@ class _Columns:
     def unbroken(self, place: int) -> int:
         """Return the width at which no word is broken."""
         return max(self.words[place], self.least(place))
+
+    def pieced(self, place: int) -> int:
+        """Return the width at which no number is broken: a shape wraps between its sizes."""
+        return max(self.pieces[place], self.least(place))
 
     def wrapped(self, place: int) -> int:
         """Return the width at which texts wrap no narrower than the column asks for."""
@@ -373,7 +381,7 @@ class _Limits:
 
 
 def _limits(columns: _Columns, width: int) -> _Limits:
-    """Return how narrow the columns may be: titles wrap first, then texts between words, then words are broken."""
+    """Return how narrow the columns may be: titles wrap first, then texts, then shapes, then words are broken."""
     titled = columns.widths(columns.titled)
     if _total(titled) <= width:
         return _Limits(titled, titled)
@@ -384,6 +392,9 @@ def _limits(columns: _Columns, width: int) -> _Limits:
     unbroken = columns.widths(columns.unbroken)
     if _total(unbroken) <= width:
         return _Limits(least, unbroken)
+    pieced = columns.widths(columns.pieced)
+    if _total(pieced) <= width:
+        return _Limits(least, pieced)
     return _Limits(least, dict.fromkeys(columns.shown, 1))
 
 
@@ -401,6 +412,15 @@ def _narrowed(widths: Mapping[int, int], floors: Mapping[int, int], width: int) 
 
 def _longest_word(text: str) -> int:
     return max(map(cells, _in_words(text).split()), default=0)
+
+
+def _longest_piece(text: str) -> int:
+    return max(map(cells, text.split()), default=0)
+
+
+def _whole(text: str, width: int) -> str:
+    """Return a text whose shapes are words, if they fit into the width; else they wrap between their sizes."""
+    return _in_words(text) if _longest_word(text) <= width else text
 
 
 def _in_words(text: str) -> str:
@@ -425,7 +445,7 @@ def _rows(fit: _Fit, *, ruled: bool) -> RichTable:
         fields = []
         for place in fit.widths:
             guests = fit.below.get(place, ())
-            fields.append(_field(table, row, place, guests))
+            fields.append(_field(fit, row, place, guests))
         is_total = table.total and number == len(table.rows) - 1
         if is_total:
             rows.add_section()
@@ -444,15 +464,15 @@ def _header(fit: _Fit, place: int) -> Text:
     return header
 
 
-def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
+def _field(fit: _Fit, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
     """Return the field, with the fields of the columns below it."""
-    cell = row[place]
-    tone = cell.tone or table.columns[place].tone
-    text = _styled(_in_words(cell.text), tone, cell.axes)
+    cell, width = row[place], fit.widths[place]
+    tone = cell.tone or fit.table.columns[place].tone
+    text = _styled(_whole(cell.text, width), tone, cell.axes)
     if cell.mark:
         text.append(cell.mark, STYLES["muted"])
     texts_under = [row[guest].text for guest in guests]
-    under = _in_words(_behind(texts_under))
+    under = _whole(_behind(texts_under), width - _INDENT)
     if not under:
         return text
     muted = Text(under, STYLES["muted"], overflow="fold")

@@ -153,9 +153,8 @@ def _sizes(attention: AttentionReport) -> str:
 
 
 def _of_check(report: CheckReport) -> Paragraph:
-    problems, suspicions = _problems(report.findings), _suspicions(report.findings)
-    if problems or suspicions:
-        return _counted(problems, suspicions)
+    if report.findings:
+        return counted_findings(report.findings)
     passed = f"{text.plural(len(report.passed), 'check')} passed, {len(report.left_out)} skipped"
     if not report.passed:
         return Paragraph(f"not judged: {passed}", "warn")
@@ -169,6 +168,11 @@ def _of_fix(report: FixReport) -> Paragraph:
     if not report.patch:
         return Paragraph(f"{was}, no patch: {report.problems[0].sentence}", "bad")
     return Paragraph(f"was {was}, now none; outputs of the rest unchanged", "good")
+
+
+def counted_findings(findings: Sequence[Finding]) -> Paragraph:
+    """Return how many problems and suspicions there are, with the first in words."""
+    return _counted(_problems(findings), _suspicions(findings))
 
 
 def _problems(findings: Sequence[Finding]) -> list[_Fault]:

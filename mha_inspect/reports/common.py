@@ -144,6 +144,8 @@ class Environment:
     """Data type of parameters and inputs."""
     seed: int | None
     """Seed of parameters and inputs; None for the user's own module."""
+    random: str = ""
+    """Random numbers of a built-in layer that the seed gives: `weights and inputs`, or `weights`; else empty."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..explained import explain_fields
+from .check import Finding
 from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
 
 
@@ -240,6 +241,8 @@ class CompareHeadsReport(Report):
     """The time that each head count takes, the only part that changes in every run; None if not requested."""
     measured_against: MeasuredAgainst = "float64"
     """The run that the baseline's rounding error is measured against."""
+    findings: tuple[Finding, ...] = ()
+    """Problems and suspicions in the run of the first head count above 1, as `trace` finds them."""
 
 
 explain_fields(globals())

@@ -159,7 +159,8 @@ class LikeModule:
     called: bool = True
     """Whether the roles of parameters come from a run of the module; otherwise from names and shapes."""
     transposed: tuple[StoredName, ...] = ()
-    """Weights that the file has transposed: by their shape, and square ones if all others of their block are."""
+    """Weights that the file has transposed by their shape, and square ones that likely are: all others of their block
+    are."""
 
 
 @dataclass(frozen=True, repr=False)

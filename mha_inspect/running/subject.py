@@ -160,6 +160,8 @@ class Subject:
     """The decisions when it was made, as sentences."""
     seed: int | None = field(default=None, kw_only=True)
     """Every run seeds the generators with this number, and restores them. None: a run draws from the current state."""
+    random: str = field(default="", kw_only=True)
+    """The random numbers of a built-in layer: `weights and inputs`, or `weights`; empty for any other module."""
     grad: bool | None = field(default=None, kw_only=True)
     """Whether runs record gradients; None for the surrounding setting."""
     hint: str = field(default="", kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mha_inspect
 from mha_inspect.call.inputs import Asked
 from mha_inspect.call.load import call_target, load_layer, subject_of
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
@@ -54,3 +55,12 @@ def test_a_target_says_what_it_was_made_with_and_called_with() -> None:
     assert (report.layer.name, report.layer.spec, report.environment.seed) == ("Linear", {"in_features": 6}, 5)
     assert report.notes[0] == "Linear was built so."
     assert "input float32 [2, 3, 6]" in report.notes[1]
+
+
+def test_a_page_says_which_numbers_are_random(invoke, tmp_path):
+    """Of a built-in layer. The weights of a user's module may be trained."""
+    file = tmp_path / "x.pt"
+    torch.save(torch.zeros(2, 5, 16), file)
+    for line, said in (((), "random weights and inputs, seed 0"), (("--input", str(file)), "random weights, seed 0")):
+        assert said in invoke("trace", "--embed-dim", "16", *line).out
+    assert "random" not in str(mha_inspect.trace(torch.nn.MultiheadAttention(16, 2), *[torch.zeros(2, 5, 16)] * 3))

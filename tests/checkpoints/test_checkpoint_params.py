@@ -202,8 +202,9 @@ def test_a_file_against_a_module(tmp_path):
     assert [(tensor.name, tensor.shape, tensor.expected) for tensor in report.wrong_shape] == [
         ("model.head.weight", (8, 12), (7, 12))
     ]
-    with pytest.raises(InputError, match="The file has no tensor name of ParameterDict"):
-        mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
+    other = mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
+    assert (other.like.matching, len(other.like.missing), len(other.like.unexpected)) == (0, 1, 6)
+    assert "The file has no tensor name of ParameterDict" in other.notes[-1]
 
 
 def test_a_file_of_the_attention_alone_for_a_module_around_it(tmp_path):
@@ -293,6 +294,15 @@ def test_what_a_checkpoint_is_no_answer_to(invoke, tmp_path, line, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_the_command_that_is_named_for_a_file_beside_a_module_compares_them(invoke, tmp_path):
+    path = saved(tmp_path / "x.safetensors", {f"{n}_proj.weight": torch.zeros(8, 8) for n in "qkvo"})
+    for module in ("torch", "per-head"):
+        _, command, _ = invoke("diff", str(path), module).err.split("`")
+        code, out, err = invoke(*command.split()[1:])
+        assert (code, err) == (0, "")
+        assert "fit: against " + module in out
 
 
 def test_heads_of_unusual_numbers_are_named(tmp_path):

@@ -46,6 +46,9 @@ def test_a_file_of_conv1d_for_a_module_of_linear(tmp_path):
     notes = " ".join(report.notes)
     assert "layout of GPT-2's Conv1D" in notes
     assert "Use .t() on each of them" in notes
+    assert (
+        "h.0.attn.c_proj.weight, h.1.attn.c_proj.weight are square, so they load without an error either way" in notes
+    )
 
 
 def test_roles_and_heads_of_transposed_weights_are_those_of_the_file(tmp_path):

@@ -154,3 +154,20 @@ def test_what_scores_take_is_said_before_anything_runs(here: Path, invoke: Progr
     assert "those of one head, 1000000 × 1000000, take 3.6 TiB" in first
     assert "--device meta" in first
     assert "out of memory" in second
+
+
+@pytest.mark.parametrize(("name", "typed"), [("bert.py", "bert.py"), ("torch", "./torch")])
+def test_a_layer_wins_over_a_path_of_its_name_and_it_is_said(invoke, tmp_path, monkeypatch, name, typed):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    if path.suffix:
+        path.write_text(ATTENTION, encoding="utf-8")
+    else:
+        path.mkdir()
+        torch.save({"q_proj.weight": torch.zeros(8, 8)}, path / "model.pt")
+    layer = path.stem
+    code, out, err = invoke("params", layer)
+    assert (code, out) == invoke("params", layer, "-q")[:2]
+    assert out.startswith(f"layer {layer}")
+    assert err == f"mha-inspect: {layer} is the built-in layer. For the path of this name, type {typed}.\n"
+    assert invoke("params", typed, "-q").out.startswith("checkpoint torch" if layer == "torch" else "layer Attention")

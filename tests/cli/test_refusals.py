@@ -70,6 +70,17 @@ LINES: list[tuple[str, ...]] = [
     ("trace --padding x", "padding x"),
     ("trace --seed -1", "seed -1", "2**64 - 1"),
     ("trace --attention 2 --embed-dim 8", "attention 2", "there is only 1"),
+    (
+        "check mine.py:Plain --reference torch",
+        "a trusted version of mine.py:Plain",
+        "`mha-inspect diff mine.py:Plain torch`",
+    ),
+    (
+        "check --reference fused",
+        "--reference fused is no target",
+        "old_model.py:Attention",
+        "`mha-inspect diff torch per-head`",
+    ),
     ("check --padding-side left", "needs a padding mask. Add --mask NAME=keep."),
     ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),
     ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),

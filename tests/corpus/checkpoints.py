@@ -71,6 +71,15 @@ def apart() -> State:
     return split
 
 
+def to_linear(state: State, *, square: bool = True) -> State:
+    """Turn the matrices of Conv1D into those of Linear; without `square`, those that load either way are forgotten."""
+    turned = {}
+    for name, tensor in state.items():
+        is_turned = tensor.dim() == 2 and (square or len({*tensor.shape}) == 2)
+        turned[name] = tensor.T if is_turned else tensor
+    return turned
+
+
 def stacked() -> State:
     """As torch's own layer has it."""
     return drawn(0, **{"in_proj_weight": (72, 24), "in_proj_bias": (72,), "out_proj.weight": (24, 24)})
@@ -121,6 +130,18 @@ def converted(state: State) -> State:
     return state
 
 
+def with_biases() -> State:
+    return one_layer() | drawn(7, **{Q.replace("weight", "bias"): (48,), K.replace("weight", "bias"): (16,)})
+
+
+def converted_with_biases(state: State) -> State:
+    """Reorder the biases with their weights."""
+    for name, heads in ((Q, HEADS), (K, KV_HEADS)):
+        bias = name.replace("weight", "bias")
+        state[bias] = halves(state[bias], heads)
+    return converted(state)
+
+
 def some_heads(state: State) -> None:
     state["layers.1.self_attn.q_proj.weight"][8:16] *= 1.5
     state["layers.1.self_attn.q_proj.weight"][40:48] *= 1.25
@@ -167,6 +188,10 @@ def _less(state: State) -> State:
     return state | {"embed.weight": torch.zeros(51, 48), "more": torch.zeros(3, 5)}
 
 
+def _without_layer(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if "layers.1" not in name} | drawn(8, more=(3, 5))
+
+
 def _one_element(state: State) -> None:
     state["h.0.attn.k_proj.weight"][13, 5] += 3
 
@@ -206,12 +231,26 @@ FILES = [
     ),
     Files(
         "Transposed",
-        lambda: packed() | drawn(6, **{"h.0.mlp.c_fc.weight": (24, 30)}),
-        lambda: {
-            n: t.T if t.dim() == 2 else t for n, t in (packed() | drawn(6, **{"h.0.mlp.c_fc.weight": (24, 30)})).items()
-        },
+        with_mlp,
+        lambda: to_linear(with_mlp()),
         verdicts={"weight": PERMUTED},
         config={"n_head": 4},
+    ),
+    Files(
+        "SquareNotTransposed",
+        with_mlp,
+        lambda: to_linear(with_mlp(), square=False),
+        verdicts={"c_attn.weight": PERMUTED, "c_fc.weight": PERMUTED},
+        config=None,
+    ),
+    Files(
+        "SquareNotTransposedUnderAnotherName",
+        with_mlp,
+        lambda: {n.replace("c_proj", "out"): t for n, t in to_linear(with_mlp(), square=False).items()},
+        verdicts={"c_attn.weight": PERMUTED, "c_fc.weight": PERMUTED},
+        config=None,
+        num_heads=4,
+        renamed={"h.0.attn.c_proj.weight": "h.0.attn.out.weight"},
     ),
     Files(
         "OneSideAlone",
@@ -251,6 +290,21 @@ FILES = [
             "wk": "(kv_heads half two) -> (kv_heads two half)",
         },
         num_heads=HEADS,
+    ),
+    Files(
+        "PairsAndHalvesWithBiases",
+        with_biases,
+        edited(with_biases, converted_with_biases),
+        verdicts={"q_proj": PERMUTED, "k_proj": PERMUTED},
+        orders={"q_proj.bias": "(heads half two) -> (heads two half)", Q: "(heads half two) -> (heads two half)"},
+        num_heads=HEADS,
+    ),
+    Files(
+        "SharedAreTheSame",
+        llama,
+        edited(llama, _without_layer),
+        left_alone=tuple(f"layers.1.self_attn.{letter}_proj.weight" for letter in "koqv"),
+        right_alone=("more",),
     ),
     Files(
         "PackedByHead",

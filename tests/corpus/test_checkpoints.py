@@ -17,7 +17,7 @@ from mha_inspect.checkpoints.diff import diff_of_checkpoints
 from mha_inspect.reports.diff import CheckpointDiffReport
 
 from ..fuzz.files import saved
-from .checkpoints import CONFIG, FILES, Files, llama
+from .checkpoints import CONFIG, FILES, Files, Q, converted_with_biases, llama, to_linear, with_biases, with_mlp
 
 
 def report_of(files: Files, folder: Path, *, turned: bool = False) -> CheckpointDiffReport:
@@ -87,6 +87,64 @@ def test_the_other_way_round_it_is_the_same(files: Files, tmp_path: Path) -> Non
     assert report.outcome == turned.outcome
     if not files.orders:
         assert sorted(pair.verdict for pair in report.tensors) == sorted(pair.verdict for pair in turned.tensors)
+
+
+@of_all
+def test_tensors_are_transposed_only_if_they_are_equal_after_it(files: Files, tmp_path: Path) -> None:
+    left, right = files.left(), files.right()
+    for pair in report_of(files, tmp_path).tensors:
+        if pair.note == "transposed":
+            assert torch.equal(left[pair.name].T.float(), right[pair.right_name].float())
+        if pair.note == "not transposed":
+            assert torch.equal(left[pair.name].float(), right[pair.right_name].float())
+
+
+@pytest.mark.parametrize("name", ["SquareNotTransposed", "SquareNotTransposedUnderAnotherName"])
+def test_a_square_matrix_that_was_not_transposed_is_named(name: str, tmp_path: Path) -> None:
+    (files,) = (files for files in FILES if files.name == name)
+    said = "h.0.attn.c_proj.weight: square and not transposed, while the other matrices of the block are"
+    assert said in " ".join(report_of(files, tmp_path).answer)
+
+
+def named(name: str) -> Files:
+    (files,) = (files for files in FILES if files.name == name)
+    return files
+
+
+def test_a_bias_in_the_order_of_its_weight_is_no_finding_of_its_own(tmp_path: Path) -> None:
+    answer = report_of(named("PairsAndHalvesWithBiases"), tmp_path).answer
+    of_queries = [sentence for sentence in answer if "q_proj" in sentence]
+    assert len(of_queries) == 1
+    assert "q_proj.weight" in of_queries[0]
+    assert "q_proj.bias" in of_queries[0]
+
+
+@pytest.mark.parametrize("make", [with_biases, lambda: to_linear(with_biases())])
+def test_the_lines_of_an_order_convert_weights_and_biases(make: Callable[[], Any], tmp_path: Path) -> None:
+    """`to_linear` of both sides: the heads are columns, and a bias needs a line of its own."""
+    right = {name: tensor.T for name, tensor in converted_with_biases(with_biases()).items()}
+    files = replace(named("PairsAndHalvesWithBiases"), left=make, right=lambda: right)
+    lines = [sentence for sentence in report_of(files, tmp_path).answer if sentence.startswith("To convert")]
+    for name in (Q, Q.replace("weight", "bias")):
+        results = [
+            eval(line.partition(": ")[2], {"rearrange": rearrange, "w": make()[name]})
+            for line in lines
+            if "(heads" in line and ("biases" not in line or "bias" in name)
+        ]
+        assert any(torch.equal(result, right[name]) for result in results)
+
+
+def test_a_verdict_on_shared_tensors_says_that_they_are_the_same(tmp_path: Path) -> None:
+    report = report_of(named("SharedAreTheSame"), tmp_path)
+    said = "The 6 tensors on both sides are the same, bit for bit; 4 are only in the left and 1 is only in the right."
+    assert (report.answer[0], report.outcome) == (said, "differs")
+
+
+def test_a_symmetric_matrix_is_not_one_that_was_not_transposed(tmp_path: Path) -> None:
+    (files,) = (files for files in FILES if files.name == "SquareNotTransposed")
+    symmetric = {"h.0.attn.c_proj.weight": torch.eye(24)}
+    files = replace(files, left=lambda: with_mlp() | symmetric, right=lambda: to_linear(with_mlp()) | symmetric)
+    assert "not transposed" not in " ".join(report_of(files, tmp_path).answer)
 
 
 def test_heads_that_nothing_tells_are_not_counted(tmp_path: Path) -> None:

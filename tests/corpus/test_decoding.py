@@ -178,7 +178,7 @@ def test_logits_of_the_last_position_alone_and_none_before_the_cache():
         (
             nn.TransformerEncoderLayer(32, 4, batch_first=True),
             {},
-            r"no cache was found: the forward neither takes nor keeps a cache\. Trace it without --decode\.",
+            r"no cache was found: the forward neither takes nor keeps a cache\. Trace it without --decode, or see ",
         ),
         (nn.Linear(32, 32), {}, r"no attention was found"),
         (WithBias(), {}, r"no cache was found"),

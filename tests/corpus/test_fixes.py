@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mha_inspect.fixes.loading import in_place_of
-from mha_inspect.fixes.trial import Target, made, outputs_of
+from mha_inspect.fixes.trial import Target, kept_of, made, outputs_of
 from mha_inspect.questions.fix import Fixed, fixed
 from mha_inspect.running.subject import Subject
 
@@ -113,11 +113,11 @@ def assert_right(target: Target, result: Fixed, twin: Make) -> None:
     drops = result.report.problems[0].check == "repeat"
     for seed in FRESH:
         right = twin(seed)
-        weights = {name: tensor.detach().clone() for name, tensor in right.module.named_parameters()}
+        kept = kept_of(right)
         for training in (False,) if drops else (False, True):
             expected = outputs_of(right, training=training)
             with in_place_of(target.module, result.after):
-                found = outputs_of(made(target, seed, weights), training=training)
+                found = outputs_of(made(target, seed, kept), training=training)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -134,17 +134,28 @@ def own_cases(home: ModuleType) -> list[str]:
 
 HOMES = {name: home for home in homes() for name in own_cases(home)}
 FIXED = """
-    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-att_T NanoGpt-state
-    KeepMask-not_renorm KeepMask-flip KeepMask-merge23 KeepMask-cumulative_len Fairseq-mask_order Fairseq-
-    view_direct Fairseq-scale_k Llama-repeat_tile_v Llama-rope_v Llama-rope_sign Llama-cache_after_repeat
-    Llama-cache_new_only Llama-mask_off Llama-rotate_after_cache Llama-scale_pre Llama-rope_before_split
-    Llama-global_kv Cross-mask_other Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict
-    SlidingWindow-float Vit-merge2 Vit-kk Vit-scale_both TorchBlock-mask_tril TorchBlock-mask_float
-    TorchBlock-drop_f TorchBlock-res_B TorchBlock-inplace SplitByView QueriesSplitAndMergedByView
-    MergedByReshape SoftmaxOfSoftmax MaskAfterSoftmax TrilAfterSoftmax CausalWithoutItself CausalForgotten
-    WindowOneWide WindowOneNarrow PaddingTurnedRound PaddingOnQueries PaddingInTheOtherOrder
-    PaddingAsBoolForFused PaddingForTorchsLayer BatchByView NoScale ScaledTwice Tiled TiledBehindNorm
-    RotaryOfQueriesAlone RotaryByHead CacheTurnedRound ScaleOfAnotherWidth RotationRestarts
+    NanoGpt-mask_inverted NanoGpt-scale_times NanoGpt-mask_zero NanoGpt-mask_lost NanoGpt-att_T
+    NanoGpt-state NanoGpt-batch_mean KeepMask-not_renorm KeepMask-flip KeepMask-merge23
+    KeepMask-cumulative_len Fairseq-mask_order Fairseq-view_direct Fairseq-scale_k Llama-repeat_tile_v
+    Llama-rope_v Llama-rope_sign Llama-cache_after_repeat Llama-cache_new_only Llama-mask_off
+    Llama-rotate_after_cache Llama-scale_pre Llama-rope_before_split Llama-global_kv Cross-mask_other
+    Cross-einsum_ij Cross-mem_batch0 SlidingWindow-strict SlidingWindow-float Vit-merge2 Vit-kk
+    Vit-scale_both TorchBlock-mask_tril TorchBlock-mask_float TorchBlock-drop_f TorchBlock-res_B
+    TorchBlock-inplace EinsumMasked-dim1 EinsumMasked-mask_sign EinsumMasked-scale_dim
+    EinsumMasked-batch_sum LanguageModel-pad_q Bert-ext_raw Bert-ln_res Bert-ln_flip StaticCache-write
+    StaticCache-inplace NeoX-v_view NeoX-permute_v NeoX-alpha Groups-axis Groups-times Groups-of_others
+    Groups-dropped SplitByView QueriesSplitAndMergedByView MergedByReshape SoftmaxOfSoftmax MaskAfterSoftmax
+    TrilAfterSoftmax CausalWithoutItself CausalForgotten WindowOneWide WindowOneNarrow PaddingTurnedRound
+    PaddingOnQueries PaddingInTheOtherOrder PaddingAsBoolForFused PaddingForTorchsLayer BatchByView NoScale
+    ScaledTwice Tiled TiledBehindNorm RotaryOfQueriesAlone RotaryByHead KeysCutOff DropoutWithoutFlag
+    WritesIntoItsInput CacheIfAsked CacheTurnedRound LateWithPadding PaddingOnQueriesOfFoldedHeads
+    InvertedForTorch InvertedByHand OverHeads OverQueries NeverTransposed NeverTransposedFused
+    MergedByViewAsManyTokens QueryByView SequenceRepeated SequenceRepeatedBeforeTransposing
+    EncoderOverTheBatch SimilaritiesOfMixedItems WeightsDroppedInEval ScaleOfAnotherWidth
+    MeanOfItemsSubtracted TurnedByItem TurnedByItemAlone TurnedByItemBesideHeads TurnedByHead
+    TurnedByNothing TurnedAsOnePosition AddsToItsInput RotationRestarts ValuesJoinedFirst
+    KeysAndValuesSwapped KeysDoubled HeadsMoved OwnKeyTooLate AnglesByLength KernelTopLeft StateNotDecayed
+    MaskLaidAsSquare MaskIgnoredWithCache PositionsOfPaddedCalls LlamaRestarts LlamaTopLeft
 """.split()  # noqa: SIM905
 """Mistakes for which a patch is printed; the others need more than an edit of expressions, or several are as good."""
 

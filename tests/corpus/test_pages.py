@@ -54,6 +54,7 @@ def steady(text: str) -> str:
     text = re.sub(r"torch \d[\w.+]*", "torch #", text)
     text = re.sub(r"\.py:\d+", ".py:#", text)
     text = re.sub(r"-?\d+(\.\d+)?e[-+]?\d+|-?\d+\.\d+", "#", text)
+    text = re.sub("10[⁰¹²³⁴-⁹]+", "10ⁿ", text)  # noise is as large as the machine rounds
     return re.sub(r"(?<=\S) {2,}", "  ", text)  # columns are as wide as their numbers
 
 

@@ -349,6 +349,21 @@ class Reversible(Right):
         return Doubled.apply(x + 0 * self.o.bias, self)
 
 
+class OfSmallMatrices(Right):
+    """One small matrix a head, in a list that the module knows or not; a frozen teacher is kept in another."""
+
+    def __init__(self, hold: Callable[[list[nn.Linear]], Any]) -> None:
+        super().__init__()
+        for side in "qkv":
+            delattr(self, side)
+            setattr(self, side, hold([nn.Linear(E, D) for _ in range(H)]))
+        self.teacher = [nn.Linear(E, E).requires_grad_(False)]
+
+    def heads(self, x: Tensor) -> Any:
+        x = x + 0 * self.teacher[0](x)
+        return [torch.stack([matrix(x) for matrix in getattr(self, side)], 1) for side in "qkv"]
+
+
 def _first_head(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     return {"join": lambda m, x: Right.join(m, torch.cat([change(x[:, :1]), x[:, 1:]], 1))}
 
@@ -357,6 +372,13 @@ CASES += [
     *(
         Case(f"Unread{unread.title()}", "parameters", partial(Sinks, unread), Sinks, suspected=True)
         for unread in ("sinks", "norm", "gate")
+    ),
+    Case(
+        "HeadsInAPlainList",
+        "parameters",
+        partial(OfSmallMatrices, list),
+        partial(OfSmallMatrices, nn.ModuleList),
+        in_trace=True,
     ),
     Case("FirstHeadDetached", "parameters", _first_head(Tensor.detach)),
     Case("FirstHeadOfZeros", "parameters", _first_head(lambda head: head * 0), suspected=True),

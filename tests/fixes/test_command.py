@@ -192,3 +192,77 @@ def test_ctrl_c_leaves_the_file_whole(file: Path, monkeypatch: pytest.MonkeyPatc
         write_patched(file, WRONG.encode(), RIGHT.encode())
     assert file.read_text(encoding="utf-8") == WRONG
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+TRAINS = """
+model = Attention()
+for _ in range(2):
+    model(torch.randn(2, 5, 64)).sum().backward()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("line", ["", "\nimport argparse\nargparse.ArgumentParser().parse_args()\n"])
+def test_a_file_that_trains_when_it_is_imported_is_fixed(invoke: Callable[..., Any], file: Path, line: str) -> None:
+    file.write_text(WRONG + line + TRAINS, encoding="utf-8")
+    code, out, err = invoke("fix", f"{file.name}:Attention")
+    assert code == 0
+    assert "+        weights = scores.softmax(-1)" in out
+    assert err == "trained\n" * 2
+
+
+def test_a_file_that_cannot_be_run_again_is_refused(invoke: Callable[..., Any], file: Path) -> None:
+    once = "\nimport builtins\nassert not hasattr(builtins, __name__), 'once only'\nsetattr(builtins, __name__, 1)\n"
+    file.write_text(WRONG + once, encoding="utf-8")
+    code, out, err = invoke("fix", file.name)
+    assert (code, out) == (2, "")
+    assert "cannot be run a second time, as fix does for every edit: AssertionError: once only" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("longest_import", [60.0, 0.0])
+def test_a_file_that_runs_for_long_is_refused(
+    invoke: Callable[..., Any], file: Path, monkeypatch: pytest.MonkeyPatch, longest_import: float
+) -> None:
+    file.write_text(WRONG + "print('ran')\n", encoding="utf-8")
+    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_RUN", 0.0)
+    monkeypatch.setattr("mha_inspect.questions.fix._LONGEST_IMPORT", longest_import)
+    code, out, err = invoke("fix", file.name)
+    assert (code, out) == (2, "")
+    assert "seconds whenever it is imported" in err
+    assert err.count("ran") == 1
+
+
+TWO_ERRORS = RIGHT.replace("k.transpose(-2, -1)", "k")
+
+
+def test_two_errors_are_fixed_one_after_the_other(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "view(b, n, c))"), encoding="utf-8")
+    assert invoke("fix", file.name, "--write").code == 0
+    assert file.read_text(encoding="utf-8") == RIGHT
+
+
+def test_the_error_after_the_first_is_named(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(TWO_ERRORS.replace("reshape(b, n, c))", "reshape(b, n, 2 * c))"), encoding="utf-8")
+    code, out, _ = invoke("fix", file.name)
+    assert code == 1
+    assert "Multiply by k.transpose(-2, -1)." in out
+    edit = "`scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5`"
+    assert f"With {edit} the forward gets further, and then fails at {file.name}:" in out
+    assert "No edit fixes it" in out
+    assert "failing call alone" not in out
+
+
+def test_advice_that_no_edit_follows_is_of_the_call_alone(invoke: Callable[..., Any], file: Path) -> None:
+    file.write_text(RIGHT.replace("reshape(b, n, c))", "reshape(b, n, 2 * c))"), encoding="utf-8")
+    out = invoke("fix", file.name).out
+    assert "The advice above is for the failing call alone." in out
+    assert "gets further" not in out
+
+
+def test_no_right_line_is_edited_for_an_input_that_was_left_out(invoke: Callable[..., Any], file: Path) -> None:
+    masked = RIGHT.replace("def forward(self, x):", "def forward(self, x, mask):")
+    weights = "weights = scores.masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1)"
+    file.write_text(masked.replace("weights = scores.softmax(-1)", weights), encoding="utf-8")
+    _, out, _ = invoke("fix", file.name)
+    assert "+++" not in out

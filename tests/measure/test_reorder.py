@@ -51,7 +51,7 @@ def test_the_name_of_an_order_is_the_pattern_that_gives_it(before: str, after: s
     (named,) = [named for named in reordering.names if named.pattern in (pattern, inverse)]
     assert named.pattern == pattern or "on one side" in named.meaning
     # The line that is printed runs, and gives the right side.
-    line = named.line("w", reordering.axis, 2)
+    line = named.line("w", reordering.axis)
     assert torch.equal(eval(line, {"rearrange": rearrange, "w": left}), right)
 
 
@@ -131,5 +131,5 @@ def test_any_order_is_found_as_it_is(order: list[int]) -> None:
     if reordering is not None:
         assert list(reordering.order) == order
         for named in reordering.names:
-            line = named.line("w", "rows", 2)
+            line = named.line("w", "rows")
             assert not line or torch.equal(eval(line, {"rearrange": rearrange, "w": left}), left[order])

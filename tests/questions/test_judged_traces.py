@@ -111,3 +111,44 @@ def test_weights_that_are_too_large_to_keep_are_said_to_be_left_out(monkeypatch:
     trace = mha_inspect.trace(Fused(), torch.randn(1, 2, 256, 8))
     assert trace.unjudged is None
     assert any("too large to be judged" in note for note in trace.notes)
+
+
+WITH_HEADS = """
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, embed_dim=64, num_heads=4):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.out = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x):
+        b, n, d = x.shape
+        q, k, v = (y.view(b, n, self.num_heads, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, n, d))
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "check"),
+    [
+        (".view(b, n, self.num_heads, -1).transpose(1, 2)", ".reshape(b, self.num_heads, n, -1)", "heads"),
+        (" / q.shape[-1] ** 0.5", "", "scale"),
+        ("", "", ""),
+    ],
+)
+def test_a_comparison_of_head_counts_says_what_trace_finds(
+    tmp_path: Path, invoke: Callable[..., Any], right: str, wrong: str, check: str
+) -> None:
+    path = tmp_path / f"heads_{check}.py"
+    path.write_text(WITH_HEADS.replace(right, wrong), encoding="utf-8")
+    found = json.loads(invoke("compare-heads", str(path), "--heads", "1,2,4", "--json").out)["findings"]
+    traced = json.loads(invoke("trace", str(path), "--num-heads", "2", "--json").out)["findings"]
+    assert [(finding["check"], finding["source"]) for finding in found] == [
+        (finding["check"], finding["source"]) for finding in traced
+    ]
+    assert check in [finding["check"] for finding in found] or not check
+    said = "See mha-inspect trace TARGET --num-heads 2." in invoke("compare-heads", str(path), "--heads", "1,2,4").out
+    assert said == bool(check)

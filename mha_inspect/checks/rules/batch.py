@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import floordiv, mod
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...graph.attention import Attention
 from ...graph.axis import resolve, size_of, wide
@@ -21,9 +23,10 @@ from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ...text import plural
 from ..arguments import Source, batch_axis_of
-from ..evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from ..evidence import OTHER_SIZES, Evidence
 from ..exchanged_axes import way_out
 from ..given import of_other_items
+from ..lab import NotPossibleError, RaisedError
 from ..registry import rule
 
 _MIXED = "Changing one batch item changes the output of another."
@@ -132,8 +135,8 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
         return
     equal = {}
     for name, value in evidence.values.items():
-        if isinstance(value, Tensor) and value.dim() > source.batch and value.shape[source.batch] == source.rows:
-            equal[name] = value.narrow(source.batch, 0, 1).expand_as(value).clone()
+        if any(tensors_in(value)):
+            equal[name] = tree_map_only(Tensor, partial(_with_item_0_alone, source), value)
     output = evidence.output_with(equal)
     first = output.narrow(source.batch, 0, 1).expand_as(output)
     apart = evidence.differences(output, first, times=OTHER_SIZES)
@@ -149,6 +152,13 @@ def _of_equal_items(evidence: Evidence) -> Iterator[Finding]:
         fix="Cut and add tables of positions along the tokens: pe[:x.size(0)] is cut along the batch.",
         confirm="--batch-first or --seq-first",
     )
+
+
+def _with_item_0_alone(source: Source, value: Tensor) -> Tensor:
+    """Return a tensor with the entry of item 0 for every item, if it has one for each."""
+    if source.batch is None or value.dim() <= source.batch or value.shape[source.batch] != source.rows:
+        return value
+    return value.narrow(source.batch, 0, 1).expand_as(value).clone()
 
 
 def _has_state_of_items(evidence: Evidence, source: Source) -> bool:
@@ -378,8 +388,8 @@ def _line_of_mixed_items(evidence: Evidence, place: int) -> str:
     if source.batch != 0 or source.rows < 2:
         return ""
     with suppress(RaisedError):
-        first, (changed, _) = evidence.run.recording, evidence.recorded(source.others(place))
-        second = changed.recording
+        first = evidence.run.recording
+        second = evidence.with_arguments(source.others(place)).run.recording
         if [op.name for op in first.ops] != [op.name for op in second.ops]:
             return ""
         for op, repeated in zip(first.ops, second.ops, strict=True):

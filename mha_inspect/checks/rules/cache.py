@@ -17,8 +17,9 @@ from ...record.site import place_of
 from ...reports.check import Finding
 from ..arguments import CACHES, counts, second_output
 from ..cache_loop import Cache, Loop
-from ..evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from ..evidence import OF_OUTPUTS, Evidence
 from ..factors import factors_of
+from ..lab import NotPossibleError, RaisedError, UndeclaredError
 from ..masked_runs import padded_sources, padding_mask
 from ..registry import rule
 from ..seen_keys import SeenKeys

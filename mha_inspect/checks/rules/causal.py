@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from ...compare.replay import LostError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...naming.canonical import content_of
 from ...reports.check import Finding
 from ...text import listed
 from ..causal_masks import against_causal
-from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..evidence import Evidence
 from ..factors import SIDES, Factor
+from ..lab import NotPossibleError, UndeclaredError
 from ..registry import rule
 from ..seen_keys import SeenKeys
 
-_CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)Causal")
+_CAUSAL_CLASS = re.compile("^causal|(?<!Non)(?<!Not)(?<!Anti)Causal")
 """The name of a class that should be causal."""
 _CAUSAL_FLAGS = ("is_causal", "causal")
 """Arguments and attributes that say whether attention is causal."""
@@ -124,13 +126,12 @@ def _causal_sequence(evidence: Evidence) -> Sequence[SeenKeys]:
 
 
 def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:
-    """Return whether an attention over more or other positions than the output has leaves the outputs in order.
+    """Return whether the outputs are in order although an attention sees later tokens.
 
-    Learned tokens before the sequence, and an image before a text, may see each other: no output sees a later token.
+    Learned tokens before the sequence, and an image before a text, may see each other. What is seen too early may also
+    be multiplied by 0 afterwards.
     """
-    if not sight.sees_future or sight.queries == evidence.source.length:
-        return False
-    return _is_causal_by_outputs(evidence)
+    return sight.sees_future and _is_causal_by_outputs(evidence)
 
 
 # -- outputs that depend on the future --------------------------------------------------------------------------------
@@ -166,6 +167,9 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         return ordered
     if not any(sight.is_causal for sight in evidence.sights):
         return _from_the_future(change.proof)
+    moved = _moved_tokens(evidence)
+    if moved is not None:
+        return moved
     if _are_in_order(evidence):
         return _beside_weights(change.proof)
     return _beside_weights_or_in_other_order(change.proof)
@@ -247,6 +251,40 @@ def _are_in_order(evidence: Evidence) -> bool:
     return all(rows is not None and _is_one_row(rows) for _, rows in _rows_of_last_tokens(evidence))
 
 
+def _moved_tokens(evidence: Evidence) -> Finding | None:
+    """Return a finding if the first causal attention has the last token of the input in another row than the last."""
+    length = evidence.source.length
+    for sight in evidence.sights:
+        if not sight.is_causal or sight.queries != length:
+            continue
+        row = _row_of_last_token(evidence, sight)
+        if row is None or row == length - 1:
+            return None
+        return sight.finding(
+            "causal",
+            "The causal mask is laid over tokens in another order, e.g. rolled or flipped ones.",
+            f"The last token is query {row} of {length}, so what the mask takes for later tokens are others.",
+            "Put the tokens in their order before the mask, and move what is put back after it.",
+        )
+    return None
+
+
+def _row_of_last_token(evidence: Evidence, sight: SeenKeys) -> int | None:
+    """Return the only query that changes with the last token of item 0; None if several do, or it is unknown."""
+    other = evidence.with_arguments(evidence.source.others(evidence.source.length - 1))
+    contents = []
+    for run in (evidence.run, other.run):
+        for attention, names in run.attentions[:1]:
+            contents.append(content_of(run, attention, names, "q_heads"))
+    if evidence.run.attentions[0][0] is not sight.attention or len(contents) < 2:
+        return None
+    before, after = contents
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    rows: list[int] = (before != after)[0].any(-1).any(0).nonzero().flatten().tolist()
+    return rows[0] if len(rows) == 1 else None
+
+
 def _is_one_row(rows: dict[str, int]) -> bool:
     """Return whether the query, the key and the value of a token are in rows of one number."""
     return len(set(rows.values())) == 1
@@ -300,9 +338,16 @@ def _not_as_called(evidence: Evidence) -> Finding | None:
         finding = against_causal(sight, evidence.intent.window or sight.width)
         if finding is None or _is_causal_by_outputs(evidence):
             continue
-        sure = bool(by_argument) or is_named  # an attribute may be for another kernel
-        return replace(finding, evidence=f"{finding.evidence} A causal mask is expected: {reasons[0]}.", sure=sure)
+        # An attribute may be for another kernel, and a class may be called BlockCausal.
+        is_sure = bool(by_argument) or (is_named and _lacks_its_mask(sight))
+        proof = f"{finding.evidence} A causal mask is expected: {reasons[0]}."
+        return replace(finding, evidence=proof, sure=finding.sure and is_sure)
     return None
+
+
+def _lacks_its_mask(sight: SeenKeys) -> bool:
+    """Return whether all heads see all keys, or their mask is a causal one but for one mistake."""
+    return not sight.heads_differ and (sight.open or bool(sight.almost_causal))
 
 
 def _is_called_causal(part: nn.Module) -> bool:
@@ -316,14 +361,15 @@ def _flags_of(part: nn.Module) -> list[str]:
 
 
 def _is_causal_by_outputs(evidence: Evidence) -> bool:
-    """Return whether tokens were changed and no output before them was: e.g. keys are made of earlier tokens."""
+    """Return whether tokens were changed, and outputs after them changed and none before them did.
+
+    So it is where keys are made of earlier tokens.
+    """
     if not evidence.follows or not evidence.reach:
         return False
-    return not any(_changes_earlier(changed, token) for token, changed in evidence.reach.items())
-
-
-def _changes_earlier(changed: Tensor, token: int) -> bool:
-    return bool((changed[0, :token] > 0).any())
+    changes = [(changed[0] > 0).nonzero().flatten() - token for token, changed in evidence.reach.items()]
+    distances = torch.cat(changes)
+    return bool((distances > 0).any()) and not bool((distances < 0).any())
 
 
 def _almost_causal(evidence: Evidence) -> Finding | None:

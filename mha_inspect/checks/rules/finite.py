@@ -19,7 +19,8 @@ from ...record.arguments import tensors_in
 from ...record.ops import TensorRef
 from ...reports.check import Finding
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
+from ..lab import NotPossibleError
 from ..registry import rule
 
 _SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."

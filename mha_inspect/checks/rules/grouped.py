@@ -16,8 +16,9 @@ from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
 from ...reports.check import Finding
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..factors import Factor, NotHereError, Row
+from ..lab import NotPossibleError
 from ..registry import rule
 
 

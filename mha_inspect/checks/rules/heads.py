@@ -20,8 +20,9 @@ from ...record.ops import TensorRef
 from ...reports.check import Finding
 from ...text import listed, plural
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..factors import SIDES, Factor, Row, Way
+from ..lab import NotPossibleError
 from ..registry import rule
 
 _MOST_TOKENS = 64

@@ -20,8 +20,9 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from ...text import spans
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..inverted import inverted_padding
+from ..lab import NotPossibleError
 from ..ladders import slopes_off, slopes_upside_down
 from ..laid_over import MASK_THE_KEYS, laid_over
 from ..registry import rule
@@ -239,8 +240,9 @@ def _undone(evidence: Evidence, attention: Attention, op: Op) -> WeakMask | None
     if filled is None or scores is None or filled.shape != scores.shape or not filled.is_floating_point():
         return None
     masked = filled <= -_STRONG
-    # A query with every key masked out has no weights of a meaning, e.g. zeros against NaN.
-    undone = masked & (scores > -_STRONG) & ~masked.all(-1, keepdim=True)
+    # A query without another key, e.g. the first one where each hides itself (Reformer), has no weights of a meaning.
+    has_another = (~masked & (scores > -_STRONG)).any(-1, keepdim=True)
+    undone = masked & (scores > -_STRONG) & has_another
     if not undone.any() or not _weighs(_final_weights(evidence, attention), undone):
         return None
     return WeakMask(

@@ -16,7 +16,8 @@ from ...naming.visibility import kinds_of
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
+from ..lab import NotPossibleError
 from ..one_position import one_position
 from ..registry import rule
 from .batch import changes_beside

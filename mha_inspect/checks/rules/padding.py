@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...reports.check import Finding, SkippedCheck
 from ..arguments import Source
-from ..evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from ..evidence import OF_OUTPUTS, OTHER_SIZES, Evidence
+from ..lab import NotPossibleError, UndeclaredError
 from ..laid_over import MASK_THE_KEYS, laid_over
 from ..masked_runs import MaskedRun, masked_runs, padded_sources, places_of, word_of
 from ..padded_runs import of_pooled_output, of_real_outputs

@@ -16,12 +16,14 @@ from ...record.ops import Op
 from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from ..each_kind import of_each_kind
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
 from ..factors import SIDES
 from ..gradients import without_gradient
+from ..lab import NotPossibleError
 from ..readers import Readers, weight_of
 from ..registry import rule
 from ..unread_rows import unread_rows
+from ..unregistered import unregistered
 from .masking import masks_everything
 
 
@@ -63,6 +65,10 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """
     if not evidence.run.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
+    unknown = list(unregistered(evidence))
+    if unknown:
+        yield from unknown
+        return
     readers = Readers(evidence)
     twice = list(_used_for_siblings(evidence, readers))
     yield from twice

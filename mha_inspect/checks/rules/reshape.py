@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, combinations, pairwise, permutations
 from math import prod
 from operator import mul
 
@@ -15,7 +15,8 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from ...running.subject import Run
 from ...text import listed, shape
-from ..evidence import Evidence, NotPossibleError
+from ..evidence import Evidence
+from ..lab import NotPossibleError
 from ..registry import rule
 
 _RESHAPES = ("view", "_unsafe_view", "_reshape_alias")
@@ -63,7 +64,8 @@ def reshape(evidence: Evidence) -> Iterator[Finding]:
     run = evidence.run
     if not run.attentions:
         raise NotPossibleError("no attention was found")
-    mixing = [op for op in run.recording.ops if _mixes(op) and not _is_shift(run, op)]
+    # Without a permutation that would keep dimensions whole, e.g. in stripes of a length, mixing is meant.
+    mixing = [op for op in run.recording.ops if _mixes(op) and _fix_of(op) and not _is_shift(run, op)]
     if not mixing:
         return
     first = mixing[0]
@@ -76,7 +78,7 @@ def reshape(evidence: Evidence) -> Iterator[Finding]:
         _carry(before, after) + more,
         sure=False,
         source=first.source,
-        fix=_fix(before, after),
+        fix=_fix_of(first),
     )
 
 
@@ -183,8 +185,9 @@ def _neighbours(before: Sequence[int], after: Sequence[int], dim: int) -> _Neigh
 # -- the permutation that is missing ----------------------------------------------------------------------------------
 
 
-def _fix(before: Sequence[int], after: Sequence[int]) -> str:
+def _fix_of(op: Op) -> str:
     """Return the one permutation before or after the reshape with which dimensions stay whole; empty without one."""
+    before, after = op.inputs[0].shape, op.output.shape
     order = _order(before, after)
     if order is not None:
         return f"Use permute{order} before the reshape."
@@ -207,20 +210,22 @@ def _keeps_whole(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _order(sizes: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the order of dimensions that moves the fewest and is whole in `other`; None without a single one.
+    """Return the order of dimensions that exchanges the fewest pairs and is whole in `other`; None without one alone.
 
-    >>> _order((2, 5, 12), (2, 3, 4, 5))
-    (0, 2, 1)
+    >>> _order((2, 5, 12), (2, 3, 4, 5)), _order((2, 32, 4, 5), (2, 20, 32))
+    ((0, 2, 1), (0, 2, 3, 1))
     """
     if len(sizes) > _MOST_DIMS:
         return None
-    by_moves: dict[int, list[tuple[int, ...]]] = {}
+    by_exchanges: dict[int, list[tuple[int, ...]]] = {}
     for order in permutations(range(len(sizes))):
+        if sizes[0] == other[0] and order[0]:
+            continue  # the batch stays in front
         ordered = [sizes[dim] for dim in order]
         if _keeps_whole(ordered, other):
-            moves = sum(dim != place for place, dim in enumerate(order))
-            by_moves.setdefault(moves, []).append(order)
-    if not by_moves:
+            exchanged = sum(left > right for left, right in combinations(order, 2))
+            by_exchanges.setdefault(exchanged, []).append(order)
+    if not by_exchanges:
         return None
-    fewest = by_moves[min(by_moves)]
+    fewest = by_exchanges[min(by_exchanges)]
     return fewest[0] if len(fewest) == 1 else None

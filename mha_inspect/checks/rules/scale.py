@@ -11,7 +11,8 @@ from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...reports.check import Finding
-from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..evidence import Evidence
+from ..lab import NotPossibleError, UndeclaredError
 from ..registry import rule
 
 

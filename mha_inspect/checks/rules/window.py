@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ...reports.check import Finding
 from ..causal_masks import against_window
-from ..evidence import Evidence, NotPossibleError, UndeclaredError
+from ..evidence import Evidence
+from ..lab import NotPossibleError, UndeclaredError
 from ..registry import rule
 
 _LONGER = "Give a longer input"

@@ -50,7 +50,7 @@ def _of_pairings(left: _Pairing, right: _Pairing, half: int, difference: Differe
         f"The rotation turns features {left.features} of a head together {where.left}, and {right.features} "
         f"{where.right}."
     )
-    line = f'rearrange(w, "(heads {left.pattern}) e -> (heads {right.pattern}) e", two=2, half={half})'
+    line = f'rearrange(w, "(heads {left.pattern}) ... -> (heads {right.pattern}) ...", two=2, half={half})'
     return Why("rotation", sentence, line, fact=left.pattern)
 
 

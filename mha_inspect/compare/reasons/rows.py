@@ -74,7 +74,7 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Wh
             continue
         named = copy.order.names[0]
         sentence = _read_in_another_order(copy, named, where) + _example(copy, where)
-        line = named.line(copy.name.rpartition(".")[2], copy.order.axis, 2)
+        line = named.line(copy.name.rpartition(".")[2], copy.order.axis)
         whys.setdefault(named.pattern, Why("order", f"{sentence}.", line))
     # Which side reads a weight the other way is seen at its stage.
     has_order = any(why.kind == "order" for why in whys.values())
@@ -120,7 +120,7 @@ def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]
             f"The {copy.order.axis} of {copy.name} are in another order in {copy.right_name}, {named.pattern}: loaded "
             "as it is, the file of one side is wrong on the other."
         )
-        line = named.line("w", copy.order.axis, 2)
+        line = named.line("w", copy.order.axis)
         if line:
             yield f"To convert the weights of the left: {line}"
     if transposed:

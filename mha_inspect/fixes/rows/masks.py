@@ -331,6 +331,22 @@ def causal_put_in(node: ast.AST, source: Source) -> Ways:
         yield [source.after(last, ", is_causal=True")]
 
 
+@row("padding", "causal")
+def mask_of_another_call(node: ast.AST, source: Source) -> Ways:
+    """Give a layer the mask that another layer of the function is given.
+
+    lambda x, m: (a(x, attn_mask=m), b(x)) -> lambda x, m: (a(x, attn_mask=m), b(x, attn_mask=m))
+    """
+    function = source.function_of(node)
+    if function is None or not isinstance(node, ast.Call) or not node.args:
+        return
+    given = {keyword.arg for keyword in node.keywords}
+    for other in ast.walk(function):
+        for keyword in other.keywords if isinstance(other, ast.Call) else []:
+            if keyword.arg in _MASK_ARGUMENTS and keyword.arg not in given:
+                yield [source.after(last_given(node), f", {source.code(keyword)}")]
+
+
 @row("masking", "causal", "padding", RAISES)
 def boolean_mask(node: ast.AST, source: Source) -> Ways:
     """Give the fused kernel a boolean mask.
