@@ -16,9 +16,8 @@ from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.spec import InputSpec
 from ..making.arguments import signature_of
 from ..making.importing import in_one_line
-from ..making.vocabulary import Kind, kind_of, plain
+from ..making.vocabulary import DECODED, Kind, kind_of, plain
 from ..record.arguments import described, tensors_in
-from ..record.ranks import needs_ranks
 from ..running.subject import Subject
 from ..text import did_you_mean, shown
 
@@ -134,7 +133,7 @@ class Forward:
     @property
     def encodes_and_decodes(self) -> bool:
         """Whether it takes the input of a decoder as well as that of an encoder."""
-        return any(plain(name) in ("tgt", "trg", "decoderinputids", "target") for name in self.parameters)
+        return any(plain(name) in DECODED for name in self.parameters)
 
     def kind(self, name: str) -> Kind:
         """Return the kind of an argument by its name."""
@@ -247,14 +246,6 @@ class Plan:
                 return token
         return None
 
-    @property
-    def code(self) -> str:
-        """The tensor as Python code."""
-        shape = self.shape(InputSpec(batch=2))
-        if self.kind == "ids":
-            return f"torch.randint({self.below}, {shape})"
-        return f"torch.randn{shape}"
-
 
 def _rotation(shape: tuple[int, ...]) -> Tensor:
     """Return rotary positions as complex numbers, `… query … pair`: position · 10000^(-pair / pairs) is the angle.
@@ -267,9 +258,11 @@ def _rotation(shape: tuple[int, ...]) -> Tensor:
     length = max(outer, default=1)
     if outer:
         sizes[outer.index(length)] = length
-    rates = 10_000.0 ** -(torch.arange(pairs) / pairs)
-    angles = torch.arange(length).reshape(*sizes, 1) * rates
-    return torch.polar(torch.ones(shape), angles.expand(shape).clone())
+    exponents = torch.arange(pairs) / pairs
+    positions = torch.arange(length).reshape(*sizes, 1)
+    angles = positions * 10_000.0**-exponents
+    lengths = torch.ones(shape)
+    return torch.polar(lengths, angles.expand(shape).clone())
 
 
 class TargetFailedError(MhaInspectError):
@@ -277,20 +270,16 @@ class TargetFailedError(MhaInspectError):
 
     exit_code = ExitCode.CONDITION
 
-    def __init__(self, said: str, way: str = "", subject: Subject | None = None, *, is_tried: bool = False) -> None:
+    def __init__(self, said: str, way: str = "", subject: Subject | None = None) -> None:
         super().__init__(f"{said} {way}".rstrip())
         self.said = said
         """The call and its error, as a sentence."""
-        self.way = way
-        """A way out, as a sentence; empty if none is known."""
         self.subject = subject
         """The module and the arguments with which it failed."""
-        self.is_tried = is_tried
-        """Whether the way out was tried, and the forward ran."""
 
-    def with_way(self, *sentences: str, is_tried: bool = False) -> TargetFailedError:
-        """Return the error with these sentences in place of its way out."""
-        return TargetFailedError(self.said, " ".join(filter(None, sentences)), self.subject, is_tried=is_tried)
+    def with_way(self, *sentences: str) -> TargetFailedError:
+        """Return the error with these sentences as its way out."""
+        return TargetFailedError(self.said, " ".join(filter(None, sentences)), self.subject)
 
 
 @contextmanager
@@ -307,7 +296,7 @@ def explaining(subject: Subject, how: str = "") -> Iterator[None]:
             raise
         called = subject.described or "a call without tensors"
         said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}."
-        raise TargetFailedError(said, way_out(subject), subject) from error
+        raise TargetFailedError(said, subject.hint, subject) from error
 
 
 def _is_of_users_forward(error: Exception, subject: Subject) -> bool:
@@ -319,19 +308,3 @@ def _is_of_users_forward(error: Exception, subject: Subject) -> bool:
         return False
     call_of_module = nn.Module._call_impl.__code__
     return any(frame.f_code is call_of_module for frame, _ in walk_tb(error.__traceback__))
-
-
-def way_out(subject: Subject) -> str:
-    """Return a sentence on another way to call a forward that raised: in training mode, if it runs there.
-
-    Empty if nothing was guessed.
-    """
-    if subject.module.training or needs_ranks(subject.module):
-        return subject.hint
-    try:
-        with torch.no_grad(), subject.apart() as fresh:
-            fresh.module.train()
-            fresh.plain()
-    except Exception:  # it has another reason
-        return subject.hint
-    return "The forward succeeds in training mode. Use --train."

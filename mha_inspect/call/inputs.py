@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ from ..layers.spec import InputSpec
 from ..making.settings import InputShape
 from ..making.target import Target
 from ..making.vocabulary import ALIASES, Flags, Kind, flag_of, typed_as
-from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Sizes, beside, configured_plans, guessed_plans, is_hugging_face, needed
+from .guess import Guesser, Sizes, configured_plans, is_hugging_face, needed
 from .layout import Layout, layout_by_layers, layout_of
-from .masks import mask_arguments, masks_of, try_masks
+from .masks import masks_of
 from .part import call_with
 from .probe import Probed, probe
 
@@ -35,8 +35,6 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """The order of drawing: a kind that may share the tensor of another kind comes after it."""
 _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "attn_mask", "padding")
 """Flags that set the inputs."""
-_ROLES: dict[Kind, Kind] = {"query": "query", "hidden": "query", "key": "key", "other": "key", "value": "value"}
-"""Kind of an argument to the name that a file may use for it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def make_call(target: Target, asked: Asked) -> Call:
     lengths = (asked.inputs.seq_len, asked.inputs.keys)
     sizes = Sizes(target, forward, asked.inputs.unbatched, lengths)
     shapes = forward.named(asked.shapes, "--input-shape")
-    given = _given_values(sizes, asked)
+    given = dict(target.forward_settings)
+    if asked.inputs.input is not None:
+        given.update(_of_file(sizes, asked.inputs.input))
     for name in shapes:
         if name in given:
             raise SpecError(f"--input-shape and --input (or --set) both give {name}. Drop one of the two.")
@@ -76,7 +76,10 @@ def make_call(target: Target, asked: Asked) -> Call:
     notes += _note_on_layout(layout, sequences, plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = replace(drawing, forward=forward).values(plans)
-    masks = _masks(forward, target, asked, values, notes)
+    try:
+        masks = masks_of(forward, target, _with_causal(target, asked), values, asked.seed)
+    except SpecError as error:  # another layout may be the solution
+        raise type(error)(" ".join((str(error), *notes))) from None
     call = forward.call({**values, **masks.by_name})
     # An argument without a name comes first, then the others in the order of the signature.
     drawn = [name for name in plans if name not in forward.parameters]
@@ -90,19 +93,23 @@ def make_call(target: Target, asked: Asked) -> Call:
         drawn=tuple(drawn),
         guessed=guessed,
         missed=tuple(masks.missed),
-        drawn_width=_drawn_width(sizes, plans),
+        drawn_width=sizes.drawn_width(plans.values()),
         said=(*notes, *masks.notes),
     )
 
 
-def _given_values(sizes: Sizes, asked: Asked) -> dict[str, Any]:
-    """Return the arguments that --set and a file give, by name."""
-    values = dict(sizes.target.forward_settings)
-    file = asked.inputs.input
-    if file is not None:
-        is_checked = _has_named_sizes(sizes.target)
-        values.update(_of_file(sizes, file, checked=is_checked))
-    return values
+def _with_causal(target: Target, asked: Asked) -> InputSpec:
+    """Return the inputs; causal ones for a target only if --causal was typed, and the module does not mask by itself.
+
+    A setting of its constructor may have taken --causal.
+    """
+    inputs = asked.inputs
+    if target.layer is not None or not inputs.causal:
+        return inputs
+    if "causal" not in asked.flags.typed:
+        return replace(inputs, causal=False)
+    is_built_causal = any(getattr(target.module, name, False) for name in ALIASES["causal"])
+    return replace(inputs, causal=not is_built_causal)
 
 
 def _has_named_sizes(target: Target) -> bool:
@@ -115,16 +122,6 @@ def _written(tensor: Tensor) -> str:
     shape = "x".join(map(str, tensor.shape))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{shape}:{dtype}"
-
-
-def _drawn_width(sizes: Sizes, plans: Mapping[str, Plan]) -> int:
-    """Return the width of the first plan whose width nothing shows; 0 if there is none."""
-    for plan in plans.values():
-        if sizes.has_drawn_width(plan):
-            width = plan.axes[-1]
-            assert isinstance(width, int)
-            return width
-    return 0
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
@@ -197,12 +194,14 @@ class _Drawing:
                     return "key"
         return "query"
 
-    def probed(self, plans: Mapping[str, Plan], watched: Collection[str], *, whole: bool) -> Probed:
-        """Run the forward with these plans, and return the use of the watched arguments."""
-        values = self.values(plans)
-        call = self.forward.call(values)
+    def probed(
+        self, plans: Mapping[str, Plan], guesses: Mapping[str, Plan], watched: Collection[str], whole: bool
+    ) -> Probed:
+        """Run the forward with plans and guesses, and return the use of the watched arguments."""
+        values = self.values({**plans, **guesses})
         tensors = {name: values[name] for name in watched}
-        return probe(call.of(self.forward.module), tensors, whole=whole)
+        subject = self.forward.call(values).of(self.forward.module)
+        return probe(subject, tensors, whole=whole)
 
     def layout_by_layers(self, plans: Mapping[str, Plan]) -> Layout:
         """Return the layout with which the layers of the forward take these inputs, from one run batch first."""
@@ -210,61 +209,30 @@ class _Drawing:
         call = self.forward.call(self.values(plans))
         return layout_by_layers(call.of(self.forward.module), inputs.batch, inputs.seq_len)
 
-    def runs(self, plans: Mapping[str, Plan]) -> bool:
-        """Return whether the forward runs to its end with these plans."""
-        probed = self.probed(plans, (), whole=True)
-        return probed.error is None
-
 
 def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) -> dict[str, Plan]:
     """Return the plans of the tensors to draw: with a given shape, a configured one, and then a guessed one.
 
     Raises as `make_call`.
     """
-    target = sizes.target
+    forward, module = drawing.forward, sizes.target.module
     plans: dict[str, Plan] = {}
     for name, shape in shapes.items():
         plans[name] = sizes.given(name, shape)
-    names = needed(drawing.forward, target, drawing.asked.inputs, {*drawing.given, *plans})
-    if is_hugging_face(target.module):
-        plans = _with_configured(drawing, plans, names)
+    given = {*drawing.given, *plans}
+    names = needed(forward, drawing.asked.inputs, given)
+    if is_hugging_face(module):
+        free = forward.parameters.keys() - given
+        plans.update(configured_plans(module.config, names, free))
     names = [name for name in names if name not in plans]
-    if _has_named_sizes(target):
+    if _has_named_sizes(sizes.target):
         for name in names:
             plans[name] = sizes.plan(name)
     elif names:
-        plans.update(_guessed(sizes, drawing, plans, names))
+        given = {*drawing.given, *plans}
+        guesser = Guesser(sizes, names, given, partial(drawing.probed, plans))
+        plans.update(guesser.plans())
     return plans
-
-
-def _guessed(sizes: Sizes, drawing: _Drawing, plans: Mapping[str, Plan], names: Sequence[str]) -> dict[str, Plan]:
-    """Return the plans of these arguments by their use in a run, in which the others have their plans already."""
-
-    def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
-        together = {**plans, **guesses}
-        return drawing.probed(together, guesses, whole=whole)
-
-    def runs(guesses: Mapping[str, Plan]) -> bool:
-        return drawing.runs({**plans, **guesses})
-
-    return guessed_plans(sizes, names, {*drawing.given, *plans}, run, runs)
-
-
-def _with_configured(drawing: _Drawing, plans: Mapping[str, Plan], names: list[str]) -> dict[str, Plan]:
-    """Return the plans and those that the configuration of a model describes, with text or images that it lacks."""
-    module = drawing.forward.module
-    seq_len = drawing.asked.inputs.seq_len
-    free = set(drawing.forward.parameters) - {*drawing.given, *plans}
-    names_of_all = [*names, *plans, *drawing.given]
-    partners = beside(names_of_all, free)
-    fewer = configured_plans(module, names, free, seq_len)
-    fewer.update(plans)
-    # With its partners, a model of text and images gets both.
-    more = configured_plans(module, names + partners, free, seq_len)
-    more.update(plans)
-    if len(more) <= len(fewer) or drawing.runs(fewer):
-        return fewer
-    return more if drawing.runs(more) else fewer
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -295,7 +263,7 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     if not layout.why or not names or asked.inputs.unbatched:
         return ()
     axes = "batch seq" if layout.batch_first else "seq batch"
-    kinds = {plans[name].kind for name in names if name in plans}
+    kinds = {plan.kind for name, plan in plans.items() if name in names}
     if kinds - {"ids"}:
         axes += " embed"
     verb = "is" if len(names) == 1 else "are"
@@ -303,124 +271,45 @@ def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Pl
     return (f"{listed} {verb} `{axes}`: {layout.why}",)
 
 
-# -- masks ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Masks:
-    """The masks of a call by name, and sentences on how they were found."""
-
-    by_name: Mapping[str, Any]
-    notes: Sequence[str] = ()
-    missed: Sequence[str] = ()
-    """Required masks of which no usual form runs: they are None."""
-
-
-def _masks(forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: Sequence[str]) -> _Masks:
-    """Return the masks that the user asked for, in the form that the forward takes. Raises as `make_call`."""
-    inputs = asked.inputs
-    if target.layer is None:
-        is_asked = inputs.causal and "causal" in asked.flags.typed
-        inputs = replace(inputs, causal=is_asked and not _is_built_causal(target.module))
-    free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
-    made_masks = masks_of(forward, target, inputs, values, free)
-    still_free = [name for name in free if name not in made_masks.by_name]
-    known = {**values, **made_masks.by_name}
-    flags = made_masks.open_flags
-    missed = () if flags else _missed(forward, target, known, still_free)
-    if not flags and not missed:
-        return _Masks(made_masks.by_name)
-
-    def run(tried: Mapping[str, Tensor]) -> Subject:
-        call = forward.call({**known, **tried})
-        subject = call.of(target.module)
-        return replace(subject, seed=asked.seed, grad=False)
-
-    try:
-        if missed:
-            causal = replace(inputs, causal=True)
-            tried = try_masks(forward, causal, ["--causal"], missed, run)
-        else:
-            tried = try_masks(forward, inputs, flags, still_free, run)
-    except SpecError as error:  # another layout may be the solution
-        if missed:
-            return _Masks(made_masks.by_name, missed=missed)
-        raise type(error)(" ".join((str(error), *notes))) from None
-    said = list(tried.notes)
-    if missed:
-        said = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name] + said
-    return _Masks({**made_masks.by_name, **tried.by_name}, said)
-
-
-def _missed(forward: Forward, target: Target, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
-    """Return the required masks that the forward uses as tensors: it raises where they are None."""
-    required = [name for name in free if forward.is_needed(name)]
-    if not required or target.layer is not None:
-        return []
-    error = probe(forward.call(values).of(target.module), {}, whole=True).error
-    if not isinstance(error, (TypeError, AttributeError)) or "None" not in str(error):
-        return []
-    return required
-
-
-def _is_built_causal(module: nn.Module) -> bool:
-    """Return whether the constructor of a module took --causal, so that it masks by itself."""
-    return any(getattr(module, name, False) for name in ALIASES["causal"])
-
-
 # -- from the options --------------------------------------------------------------------------------------------------
 
 
-def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
-    """Return the tensors of a file by the names of the forward, or by their roles: query, key and value.
+def _of_file(sizes: Sizes, path: Path) -> dict[str, Any]:
+    """Return the tensors of a file by the names of the forward; a single one is the first argument.
 
-    Raises `InputError` if a `checked` tensor does not fit the layer, `SpecError` for an unknown name.
+    Raises `InputError` if a tensor does not fit a layer, `SpecError` for an unknown name.
     """
     forward = sizes.forward
-    renamed: dict[str, Tensor] = {}
-    by_role = _by_role(forward)
-    for name, tensor in _tensors_of(path, forward).items():
-        argument = name if name in forward.parameters else by_role.get(name, name)
-        renamed[argument] = tensor
-    tensors: dict[str, Any] = {}
-    for name, tensor in forward.named(renamed, shown(str(path))).items():
-        if checked:
-            _require_fit(printable(path), name, tensor, sizes)
-        tensors[name] = _moved(forward, tensor).contiguous()
-    return tensors
-
-
-def _tensors_of(path: Path, forward: Forward) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, a single one with an empty name: it is the first argument's."""
     content = read_tensors(path)
     if isinstance(content, Tensor):
-        return {"": content}
-    names = list(content)
-    if len(names) == 1 and names[0] not in forward.parameters:
-        return {"": content[names[0]]}
-    return content
-
-
-def _by_role(forward: Forward) -> dict[str, str]:
-    """Return the arguments that a file may call query, key and value, by that name."""
-    by_role: dict[str, str] = {}
-    for name in forward.parameters:
-        role = _ROLES.get(forward.kind(name))
-        if role is not None:
-            by_role[role] = name
-    return by_role
+        content = {"": content}
+    elif len(content) == 1 and not content.keys() & forward.parameters.keys():
+        (tensor,) = content.values()
+        content = {"": tensor}
+    tensors: dict[str, Any] = {}
+    for name, tensor in forward.named(content, shown(str(path))).items():
+        if _has_named_sizes(sizes.target):
+            _require_fit(printable(path), name, tensor, sizes)
+        # On the device of the parameters, and in their dtype unless it has whole numbers.
+        dtype = forward.dtype if tensor.is_floating_point() else None
+        moved = tensor.to(device=forward.device, dtype=dtype)
+        tensors[name] = moved.contiguous()
+    return tensors
 
 
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     """Raise `InputError` if the rank, width or dtype of a tensor does not fit a layer."""
     *places, width = sizes.plan(name).axes
-    kind = sizes.forward.kind(name)
-    # As a layer and torch call the sizes of their inputs.
-    size = {"key": "kdim", "value": "vdim"}.get(kind, "embed_dim")
-    option = "--embed-dim " if size == "embed_dim" else f"--set {size}="
     if not layout_of(sizes.forward.module, ()).batch_first:
         places.reverse()
-    axes = " ".join(map(str, [*places, size.removesuffix("_dim")]))
+    # As a layer and torch call the sizes of their inputs.
+    size, option = "embed_dim", "--embed-dim "
+    kind = sizes.forward.kind(name)
+    if kind in ("key", "value"):
+        size = "kdim" if kind == "key" else "vdim"
+        option = f"--set {size}="
+    words = [str(place) for place in places]
+    axes = " ".join([*words, size.removesuffix("_dim")])
     said = f"{file}: {name} has shape {list(tensor.shape)}"
     rank = len(places) + 1
     if tensor.dim() != rank:
@@ -434,9 +323,3 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     if not tensor.is_floating_point():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise InputError(f"{file}: {name} has dtype {dtype}, expected floating-point numbers. Save {name}.float().")
-
-
-def _moved(forward: Forward, tensor: Tensor) -> Tensor:
-    """Return a tensor on the device of the parameters, and in their dtype unless it has whole numbers."""
-    dtype = forward.dtype if tensor.is_floating_point() else None
-    return tensor.to(device=forward.device, dtype=dtype)

@@ -93,7 +93,7 @@ def layout_by_layers(subject: Subject, batch: int, length: int) -> Layout:
     The subject's inputs are `batch length embed`. If such a layer gets them with their axes as they came, the forward
     takes the sequence first; not if its output is by batch item, because then the second axis is that of tokens.
     """
-    kind = _sequence_first(subject.module)
+    kind = sequence_first(subject.module)
     if batch == length or not kind:
         return Layout(batch_first=True)
     given: set[tuple[int, ...]] = set()
@@ -117,7 +117,7 @@ def layout_by_layers(subject: Subject, batch: int, length: int) -> Layout:
     return Layout(batch_first=True)
 
 
-def _sequence_first(module: nn.Module) -> str:
+def sequence_first(module: nn.Module) -> str:
     """Return the class of the first layer that takes `sequence batch embed`, as torch's do by default."""
     for layer in module.modules():
         if getattr(layer, "batch_first", None) is False:
@@ -129,7 +129,8 @@ def _note_axes(given: set[tuple[int, ...]], layer: nn.Module, args: tuple[Any, .
     """Add the first two sizes of a layer's first argument of three dimensions."""
     for _, tensor in tensors_in((args, kwargs)):
         if tensor.dim() == 3:
-            given.add(tuple(tensor.shape[:2]))
+            sizes = tuple(tensor.shape[:2])
+            given.add(sizes)
             return
 
 

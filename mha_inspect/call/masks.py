@@ -6,10 +6,11 @@ weights show which one masks out the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +22,14 @@ from ..errors import InputError, NoMaskError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
 from ..making.target import Target
-from ..making.vocabulary import flag_of, kind_of, plain
+from ..making.vocabulary import MASKS_OF_KEYS, MASKS_OF_SCORES, flag_of, kind_of, plain
 from ..naming.canonical import content_of
-from ..running.subject import Subject
 from ..text import printable
 from .call import Forward
-from .guess import is_hugging_face
+from .probe import probe
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
-
-_OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
-"""Names of masks of scores, the most specific first."""
-_OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
-
 
 # -- what is masked ----------------------------------------------------------------------------------------------------
 
@@ -49,7 +44,7 @@ def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Ten
 
 
 def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device) -> Tensor | None:
-    """Return `batch key` (`key` when unbatched), True on the last keys of each item; None without padding.
+    """Return `batch key`, True on the last keys of each item; None without padding.
 
     Raises `InputError` if the padding does not fit the tensors of a file.
     """
@@ -58,12 +53,10 @@ def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device)
     if misfit := inputs.misfit_of_padding(batch, keys):
         raise InputError(misfit)
     if device.type == "meta":
-        mask = torch.empty(batch, keys, dtype=torch.bool, device=device)
-    else:
-        counts = torch.tensor(inputs.padding, device="cpu").expand(batch)
-        places = torch.arange(keys, device="cpu")
-        mask = (places >= keys - counts[:, None]).to(device)
-    return mask[0] if inputs.unbatched else mask
+        return torch.empty(batch, keys, dtype=torch.bool, device=device)
+    counts = torch.tensor(inputs.padding, device="cpu").expand(batch)
+    places = torch.arange(keys, device="cpu")
+    return (places >= keys - counts[:, None]).to(device)
 
 
 def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
@@ -114,77 +107,29 @@ def _is_of_zeros_and_ones(mask: Tensor) -> bool:
     return not mask.is_floating_point() or bool(mask.any())
 
 
-# -- in the form that a forward takes ----------------------------------------------------------------------------------
-
-
-def _no_mask(forward: Forward, flag: str) -> NoMaskError:
-    arguments = "it names no arguments"
-    if forward.parameters:
-        arguments = f"its arguments are {', '.join(forward.parameters)}"
-    return NoMaskError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
+# -- in the form that is known -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _MaskArguments:
-    """The arguments of a forward that may take a mask, by what they mean."""
-
-    of_scores: str | None
-    of_keys: tuple[str, ...]
-    switches: tuple[str, ...]
-    """Booleans that turn a causal mask on."""
-    likely: tuple[str, ...]
-    """Arguments that look like masks, whatever they mean."""
-    attention_mask: str | None
-    """In a Hugging Face model it takes `batch key`, 1 for a token and 0 for padding."""
-
-    @classmethod
-    def of(cls, forward: Forward) -> _MaskArguments:
-        """Return the arguments of a forward, read by their names without underscores."""
-        names = {plain(name): name for name in forward.parameters}
-        of_scores = [names[word] for word in _OF_SCORES if word in names]
-        return cls(
-            of_scores=of_scores[0] if of_scores else None,
-            of_keys=tuple(names[word] for word in _OF_KEYS if word in names),
-            switches=tuple(name for name in forward.parameters if flag_of(name) == "causal"),
-            likely=tuple(mask_arguments(forward.parameters)),
-            attention_mask=names.get("attentionmask"),
-        )
-
-
-@dataclass(frozen=True)
-class MadeMasks:
-    """The masks whose form is known."""
+class Masks:
+    """The masks of a call by name, and sentences on how they were found."""
 
     by_name: Mapping[str, Any]
-    """By the names of a forward's arguments."""
-    open_flags: Sequence[str] = ()
-    """The flags whose masks have an unknown form."""
+    notes: Sequence[str] = ()
+    missed: Sequence[str] = ()
+    """Required masks of which no usual form runs: they are None."""
 
 
-def masks_of(
-    forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
-) -> MadeMasks:
-    """Return the masks that the user asked for. `free` has the arguments that may take one and have no value.
+def masks_of(forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], seed: int) -> Masks:
+    """Return the masks that the user asked for, in the form that the forward takes. `values` are other arguments.
 
     Raises `SpecError` if the forward takes no such mask, `InputError` if a file does not fit.
     """
-    arguments = _MaskArguments.of(forward)
-    style = None if target.layer is None else target.layer.masks
-    home = type(forward.module).__module__
-    is_known = style is not None or home.startswith("torch.nn.")
-    taken = _taken_by_known(arguments, style) if is_known else _taken_by_unknown(forward, arguments, free)
-    flags = _asked_flags(inputs)
-    for flag in flags:
-        if flag not in taken:
-            raise _no_mask(forward, flag)
-    tensors: dict[str, Tensor] = {}
-    for name in forward.parameters:
-        value = values.get(name)
-        if isinstance(value, Tensor):
-            tensors[name] = value
-    if flags and tensors and is_known:
-        return _masks_of_known(forward, target, inputs, tensors, arguments)
-    return _masks_by_name(forward, inputs, arguments, flags)
+    is_of_torch = type(forward.module).__module__.startswith("torch.nn.")
+    if target.layer is None and not is_of_torch:
+        return _unknown_masks(forward, inputs, values, seed)
+    masks = _known_masks(forward, target, inputs, values)
+    return Masks(masks)
 
 
 def _asked_flags(inputs: InputSpec) -> list[str]:
@@ -197,142 +142,108 @@ def _asked_flags(inputs: InputSpec) -> list[str]:
     return [flag for flag, is_asked in asked.items() if is_asked]
 
 
-def _taken_by_known(arguments: _MaskArguments, style: MaskStyle | None) -> set[str]:
-    """Return the flags whose masks a module of torch or a layer of the catalog takes."""
-    taken = set[str]()
-    if arguments.of_scores:
-        taken |= {"--attn-mask", "--causal"}
-    if arguments.of_keys or style:
-        taken.add("--padding")
-    return taken
+def _no_mask(forward: Forward, flag: str) -> NoMaskError:
+    arguments = "it names no arguments"
+    if forward.parameters:
+        arguments = f"its arguments are {', '.join(forward.parameters)}"
+    return NoMaskError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
 
 
-def _taken_by_unknown(forward: Forward, arguments: _MaskArguments, free: Collection[str]) -> set[str]:
-    """Return the flags whose masks a module of the user may take: the form is found later, by its weights."""
-    taken = set[str]()
-    if arguments.of_scores:
-        taken |= {"--attn-mask", "--causal"}
-    if arguments.of_keys:
-        taken.add("--padding")
-    if free or arguments.switches or arguments.likely:
-        taken |= {"--causal", "--padding"}
-    if forward.device.type != "meta":
-        # A module of the user may mask by itself: its weights show that.
-        taken.add("--causal")
-    return taken
+def _named(forward: Forward, words: Sequence[str]) -> list[str]:
+    """Return the arguments of a forward with these names, read without underscores."""
+    names = {plain(name): name for name in forward.parameters}
+    return [names[word] for word in words if word in names]
 
 
-def _masks_of_known(
-    forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor], arguments: _MaskArguments
-) -> MadeMasks:
-    """Return the masks of a module whose form of masks is known, without those that mask nothing."""
-    masks = _known_masks(forward, target, inputs, tensors)
+def _known_masks(forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the masks of a module of torch or a layer of the catalog, without those that mask nothing."""
+    of_scores, of_keys = _named(forward, MASKS_OF_SCORES), _named(forward, MASKS_OF_KEYS)
     style = None if target.layer is None else target.layer.masks
-    scores = masks.scores
-    keys = None
+    flags = _asked_flags(inputs)
+    for flag in flags:
+        takes_padding = bool(of_keys or style)
+        is_taken = takes_padding if flag == "--padding" else bool(of_scores)
+        if not is_taken:
+            raise _no_mask(forward, flag)
+    tensors = _tensors_among(forward, values)
+    if not flags or not tensors:
+        return {}
+    sizes = _Sizes.of(forward, tensors)
+    scores = _scores_mask(forward, target, inputs, sizes)
+    keys = padding_mask(inputs, sizes.batch, sizes.padded, forward.device)
+    if keys is not None and sizes.is_unbatched:
+        keys = keys[0]
     if style:
-        first = next(iter(tensors.values()))
-        batch = None if inputs.unbatched else first.shape[0]
-        scores = merged_mask(masks.scores, masks.keys, style, forward.dtype, batch, target.made_from)
-    else:
-        keys = masks.keys_like_scores()
-    by_name: dict[str, Any] = {}
-    if arguments.of_scores is not None and scores is not None:
-        by_name[arguments.of_scores] = scores
+        batch = None if sizes.is_unbatched else sizes.batch
+        scores = merged_mask(scores, keys, style, forward.dtype, batch, target.made_from)
+        keys = None
+    elif keys is not None and scores is not None and scores.is_floating_point():
+        # Torch deprecates masks of two kinds.
+        keys = merged_mask(keys, None, "additive", scores.dtype, None, target.made_from)
+    masks: dict[str, Tensor] = {}
+    if scores is not None:
+        masks[of_scores[0]] = scores
     if keys is not None:
-        by_name.update(dict.fromkeys(arguments.of_keys, keys))
-    return MadeMasks(by_name)
+        masks.update(dict.fromkeys(of_keys, keys))
+    return masks
 
 
-def _masks_by_name(forward: Forward, inputs: InputSpec, arguments: _MaskArguments, flags: Sequence[str]) -> MadeMasks:
-    """Return the masks whose form the name of an argument says, and the flags that are left."""
-    by_name: dict[str, Any] = {}
-    left = list(flags)
-    if inputs.attn_mask is not None and arguments.of_scores is not None:
-        mask = read_tensor(inputs.attn_mask).to(forward.device)
-        if mask.is_floating_point():
-            mask = mask.to(forward.dtype)
-        by_name[arguments.of_scores] = mask
-        left.remove("--attn-mask")
-    if inputs.causal and arguments.switches:
-        by_name[arguments.switches[0]] = True
-        left.remove("--causal")
-    # If the form of the causal mask is unknown too, both masks may belong in one argument.
-    attention_mask = arguments.attention_mask if left == ["--padding"] else None
-    if attention_mask is None or not is_hugging_face(forward.module):
-        return MadeMasks(by_name, left)
-    padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
-    assert padded is not None
-    by_name[attention_mask] = (~padded).long()
-    return MadeMasks(by_name)
-
-
-def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
-    """Return the arguments that may take a mask: by their names, or else those that may be None."""
-    named: list[str] = []
-    nullable: list[str] = []
-    for name, parameter in parameters.items():
-        kind = kind_of(parameter)
-        if kind == "mask" or "bias" in plain(name):
-            named.append(name)
-        elif kind == "unknown" and parameter.default is None:
-            nullable.append(name)
-    return named or nullable
+def _tensors_among(forward: Forward, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that are tensors, in the order of the signature."""
+    tensors: dict[str, Tensor] = {}
+    for name in forward.parameters:
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    return tensors
 
 
 @dataclass(frozen=True)
-class _KnownMasks:
-    """The masks of a module that takes one of scores and one of keys; None for a mask that was not requested."""
+class _Sizes:
+    """The sizes of the masks of a module. In a decoder of torch the mask of scores is for self-attention."""
 
-    scores: Tensor | None
-    """`query key` or `(batch heads) query key`."""
-    keys: Tensor | None
-    """`batch key`, or `key` without a batch. In a decoder of torch it is of the output of the encoder."""
+    batch: int
+    is_unbatched: bool
+    query: int
+    key: int
+    padded: int
+    """The length of the sequence that may have padding: in a decoder of torch the output of the encoder."""
 
-    def keys_like_scores(self) -> Tensor | None:
-        """Return the mask of keys as one to add, if that of scores is one to add: torch deprecates mixed kinds."""
-        if self.keys is None or self.scores is None:
-            return self.keys
-        if not self.scores.is_floating_point():
-            return self.keys
-        zeros = torch.zeros_like(self.keys, dtype=self.scores.dtype)
-        return zeros.masked_fill_(self.keys, float("-inf"))
+    @classmethod
+    def of(cls, forward: Forward, tensors: Mapping[str, Tensor]) -> _Sizes:
+        """Return the sizes for these arguments."""
+        query = tensors.get("tgt", next(iter(tensors.values())))
+        key = query
+        for name, tensor in tensors.items():
+            if forward.kind(name) in ("key", "other") and "tgt" not in tensors:
+                key = tensor
+                break
+        padded = tensors.get("src", tensors.get("memory", key))
+        is_unbatched = query.dim() == 2
+        length = 1 if forward.batch_first and not is_unbatched else 0
+        return cls(
+            batch=1 if is_unbatched else query.shape[1 - length],
+            is_unbatched=is_unbatched,
+            query=query.shape[length],
+            key=key.shape[length],
+            padded=padded.shape[length],
+        )
 
 
-def _known_masks(forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor]) -> _KnownMasks:
-    """Return the masks for these tensors. In a decoder of torch the mask of scores is for self-attention."""
-    query = tensors.get("tgt", next(iter(tensors.values())))
-    key = _key_of(forward, tensors, query)
-    padded = tensors.get("src", tensors.get("memory", key))
-    if query.dim() == 2:
-        length_axis, batch = 0, 1
-        inputs = replace(inputs, unbatched=True, batch=1)
-    elif forward.batch_first:
-        length_axis, batch = 1, query.shape[0]
-    else:
-        length_axis, batch = 0, query.shape[1]
-    query_length = query.shape[length_axis]
-    key_length = key.shape[length_axis]
+def _scores_mask(forward: Forward, target: Target, inputs: InputSpec, sizes: _Sizes) -> Tensor | None:
+    """Return the mask of scores, `query key` or `(batch heads) query key`; None if it masks nothing."""
     scores = None
     if inputs.attn_mask is not None:
         num_heads = _num_heads(forward, target)
-        scores = read_attn_mask(inputs.attn_mask, batch, num_heads, query_length, key_length).to(forward.device)
+        read = read_attn_mask(inputs.attn_mask, sizes.batch, num_heads, sizes.query, sizes.key)
+        scores = read.to(forward.device)
         if scores.dtype != torch.bool:
             scores = scores.to(forward.dtype)
     # A single token attends to itself, whatever is causal.
-    if inputs.causal and (query_length, key_length) != (1, 1):
-        scores = _both(scores, causal_mask(query_length, key_length, forward.device))
-    return _KnownMasks(scores, padding_mask(inputs, batch, padded.shape[length_axis], forward.device))
-
-
-def _key_of(forward: Forward, tensors: Mapping[str, Tensor], query: Tensor) -> Tensor:
-    """Return the tensor with the keys of the first attention: the query itself in self-attention."""
-    if "tgt" in tensors:
-        return query
-    for name, tensor in tensors.items():
-        if forward.kind(name) in ("key", "other"):
-            return tensor
-    return query
+    if inputs.causal and (sizes.query, sizes.key) != (1, 1):
+        causal = causal_mask(sizes.query, sizes.key, forward.device)
+        scores = _both(scores, causal)
+    return scores
 
 
 def _num_heads(forward: Forward, target: Target) -> int:
@@ -383,17 +294,76 @@ def merged_mask(
 
 # -- trying the forms that a forward may take -------------------------------------------------------------------------
 
-_FORMS = ("query key", "batch key", "batch query key", "batch 1 1 key", "batch 1 query key", "batch heads query key")
+_FORMS = ("batch key", "batch 1 1 key", "query key", "batch query key", "batch 1 query key", "batch heads query key")
+"""Forms of masks of keys first: padding does not depend on the query, as a causal mask does."""
 _MEANS = {
     "keeps": "True keeps a key",
     "masks": "True masks out a key",
     "keeps as 1": "1 keeps a key and 0 masks it out",
-    "masks as 1": "1 masks out a key and 0 keeps it",
     "adds": "0 keeps a key and -inf masks it out",
 }
-"""Meanings of a mask with their words: two of booleans, two of whole numbers, and one of numbers that are added."""
+"""Meanings of a mask with their words: two of booleans, one of whole numbers, and one of numbers that are added."""
 _MASKED = 1e-6
 """Up to this weight a key counts as masked out."""
+
+
+def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Return the arguments that may take a mask: by their names, or else those that may be None."""
+    named: list[str] = []
+    nullable: list[str] = []
+    for name, parameter in parameters.items():
+        kind = kind_of(parameter)
+        if kind == "mask" or "bias" in plain(name):
+            named.append(name)
+        elif kind == "unknown" and parameter.default is None:
+            nullable.append(name)
+    return named or nullable
+
+
+def _unknown_masks(forward: Forward, inputs: InputSpec, values: Mapping[str, Any], seed: int) -> Masks:
+    """Return the masks of a module of the user. Where no name says the form of a mask, the usual forms are tried.
+
+    A required mask that the user did not ask for is made as with --causal, if the forward uses it.
+    """
+    flags = _asked_flags(inputs)
+    given: dict[str, Any] = {}
+    of_scores = _named(forward, MASKS_OF_SCORES)
+    if inputs.attn_mask is not None:
+        flags.remove("--attn-mask")
+        if not of_scores:
+            raise _no_mask(forward, "--attn-mask")
+        mask = read_tensor(inputs.attn_mask).to(forward.device)
+        given[of_scores[0]] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+    switches = [name for name in forward.parameters if flag_of(name) == "causal"]
+    if inputs.causal and switches:
+        flags.remove("--causal")
+        given[switches[0]] = True
+    known = {**values, **given}
+    free = [name for name in mask_arguments(forward.parameters) if known.get(name) is None]
+    trial = _Trial(forward, inputs, known, seed)
+    if flags:
+        tried = trial.masks(flags, free)
+        return Masks({**given, **tried.by_name}, tried.notes)
+    missed = _missed(forward, known, free)
+    if not missed:
+        return Masks(given)
+    try:
+        tried = replace(trial, inputs=replace(inputs, causal=True)).masks(["--causal"], missed)
+    except SpecError:
+        return Masks(given, missed=missed)
+    notes = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name]
+    return Masks({**given, **tried.by_name}, [*notes, *tried.notes])
+
+
+def _missed(forward: Forward, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
+    """Return the required masks that the forward uses as tensors: it raises where they are None."""
+    required = [name for name in free if forward.is_needed(name)]
+    if not required:
+        return []
+    error = probe(forward.call(values).of(forward.module), {}, whole=True).error
+    if not isinstance(error, (TypeError, AttributeError)) or "None" not in str(error):
+        return []
+    return required
 
 
 @dataclass(frozen=True)
@@ -408,7 +378,8 @@ class MaskForm:
     def words(self, flags: Iterable[str]) -> str:
         """Return a sentence on the mask that these flags made."""
         dtype = str(self.dtype).removeprefix("torch.")
-        mask = f"{' and '.join(flags)} made {self.argument}, {dtype} `{self.axes}`"
+        asked = " and ".join(flags)
+        mask = f"{asked} made {self.argument}, {dtype} `{self.axes}`"
         return f"{mask}: {_MEANS[self.means]}, as the weights show."
 
     def mask(self, masked: Tensor, heads: int) -> Tensor:
@@ -422,8 +393,8 @@ class MaskForm:
             masked = repeat(masked, f"{axes} -> {self.axes}", heads=heads)
         else:
             masked = repeat(masked, f"{axes} -> {self.axes}")
-        if self.means.startswith("masks"):
-            return masked.to(self.dtype)
+        if self.means == "masks":
+            return masked
         if self.means.startswith("keeps"):
             return (~masked).to(self.dtype)
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=masked.device)
@@ -431,106 +402,103 @@ class MaskForm:
 
 
 @dataclass(frozen=True)
-class TriedMasks:
-    """A mask whose form was found by runs."""
+class _Trial:
+    """Runs of a forward with masks in usual forms: the weights show which form masks out the keys."""
 
-    by_name: Mapping[str, Tensor]
-    """By the name of the argument; empty if no mask is needed."""
-    notes: Sequence[str]
-    """Sentences on it."""
+    forward: Forward
+    inputs: InputSpec
+    values: Mapping[str, Any]
+    """The other arguments by name."""
+    seed: int
 
+    def masks(self, flags: Sequence[str], free: Sequence[str]) -> Masks:
+        """Make one mask of all flags, in the first form with which a run masks out these keys and no others.
 
-def try_masks(
-    forward: Forward,
-    inputs: InputSpec,
-    flags: Sequence[str],
-    free: Sequence[str],
-    make: Callable[[Mapping[str, Tensor]], Subject],
-) -> TriedMasks:
-    """Make one mask of all flags, in the first usual form with which a run masks out these keys and no others.
+        `free` has the mask arguments that the user did not give. No mask is made where none is needed.
 
-    `free` has the mask arguments that the user did not give; `make` makes a subject with masks by name.
-
-    Raises `SpecError` if no form has the requested effect.
-    """
-    if forward.device.type == "meta":
+        Raises `SpecError` if no form has the requested effect.
+        """
+        if self.forward.device.type == "meta":
+            raise SpecError(
+                f"{flags[0]} cannot make a mask for {self.forward.label} on meta, because only numbers show its form. "
+                "Use --device cpu, or give the mask by name: --input FILE."
+            )
+        unmasked = self._weights({})
+        needed: list[str] = []
+        notes: list[str] = []
+        for flag in flags:
+            masked = self._masked([flag])
+            if not masked.any():
+                notes.append(f"{flag} masks out no key here, so no mask was given.")
+            elif flag == "--causal" and _masks_out_only(masked, unmasked, []):
+                notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
+            else:
+                needed.append(flag)
+        if not needed:
+            return Masks({}, notes)
+        if not free:
+            raise _no_mask(self.forward, needed[0])
+        masked = self._masked(needed)
+        heads = max((weights.shape[1] for weights in unmasked), default=1)
+        for form in self._forms(free, needed):
+            mask = form.mask(masked, heads)
+            if _masks_out_only(masked, self._weights({form.argument: mask}), unmasked):
+                return Masks({form.argument: mask}, [*notes, form.words(needed)])
+        asked = " and ".join(needed)
+        arguments = ", ".join(free)
         raise SpecError(
-            f"{flags[0]} cannot make a mask for {forward.label} on meta, because only numbers show its form. "
-            "Use --device cpu, or give the mask by name: --input FILE."
+            f"{asked} cannot be applied to {self.forward.label}: no usual form of {arguments} "
+            "masks out these keys alone. Let a function return the module with its inputs and masks: (module, args)."
         )
-    unmasked = _weights(make({}))
-    effect = _effect_of(flags, inputs, unmasked, forward.device)
-    if not effect.flags:
-        return TriedMasks({}, effect.notes)
-    if not free:
-        raise _no_mask(forward, effect.flags[0])
-    masked = _masked(inputs, effect.flags, forward.device)
-    heads = max((weights.shape[1] for weights in unmasked), default=1)
-    for form in _forms(forward, free, effect.flags):
-        mask = form.mask(masked, heads)
-        weights = _weights(make({form.argument: mask}))
-        if _masks_out_only(masked, weights, unmasked):
-            words = form.words(effect.flags)
-            return TriedMasks({form.argument: mask}, [*effect.notes, words])
-    flags_in_words = " and ".join(effect.flags)
-    arguments = ", ".join(free)
-    raise SpecError(
-        f"{flags_in_words} cannot be applied to {forward.label}: no usual form of {arguments} masks out "
-        "these keys alone. Let a function return the module with its inputs and masks: (module, args)."
-    )
 
-
-@dataclass(frozen=True)
-class _Effect:
-    """The flags that change which keys are attended to, and those that do not."""
-
-    flags: Sequence[str]
-    """The flags that need a mask."""
-    notes: Sequence[str]
-    """A sentence on each flag that needs none."""
-
-
-def _effect_of(flags: Sequence[str], inputs: InputSpec, unmasked: Sequence[Tensor], device: torch.device) -> _Effect:
-    """Return which flags need a mask. `unmasked` has the weights of a run without a mask."""
-    needed: list[str] = []
-    notes: list[str] = []
-    for flag in flags:
-        masked = _masked(inputs, [flag], device)
-        if not masked.any():
-            notes.append(f"{flag} masks out no key here, so no mask was given.")
-        elif flag == "--causal" and _masks_out_only(masked, unmasked, []):
-            notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
-        else:
-            needed.append(flag)
-    return _Effect(needed, notes)
-
-
-def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
-    """Yield the forms to try: masks of keys alone do not depend on the query, as a causal mask does."""
-    for argument in free:
-        for axes in _FORMS:
+    def _forms(self, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
+        """Yield the forms to try: for a causal mask only those with queries."""
+        for argument, axes, means in product(free, _FORMS, _MEANS):
             if "--causal" in flags and "query" not in axes:
                 continue
-            for means in _MEANS:
-                dtype = torch.long if means.endswith("1") else torch.bool
-                if means == "adds":
-                    dtype = forward.dtype
-                yield MaskForm(argument, axes, means, dtype)
+            dtype = torch.bool
+            if means == "keeps as 1":
+                dtype = torch.long
+            elif means == "adds":
+                dtype = self.forward.dtype
+            yield MaskForm(argument, axes, means, dtype)
 
+    def _masked(self, flags: Sequence[str]) -> Tensor:
+        """Return `batch query key`, True for masked keys. Raises `InputError` if padding does not fit."""
+        inputs, device = self.inputs, self.forward.device
+        masked = torch.zeros(inputs.batch, inputs.seq_len, inputs.keys, dtype=torch.bool, device=device)
+        if "--causal" in flags:
+            masked |= causal_mask(inputs.seq_len, inputs.keys, device)
+        padded = padding_mask(inputs, inputs.batch, inputs.keys, device)
+        if padded is None or "--padding" not in flags:
+            return masked
+        # For every query the same keys.
+        return masked | padded[:, None]
 
-def _masked(inputs: InputSpec, flags: Collection[str], device: torch.device) -> Tensor:
-    """Return `batch query key`, True for masked keys. Raises `InputError` if padding does not fit."""
-    masked = torch.zeros(inputs.batch, inputs.seq_len, inputs.keys, dtype=torch.bool, device=device)
-    if "--causal" in flags:
-        masked |= causal_mask(inputs.seq_len, inputs.keys, device)
-    if "--padding" not in flags:
-        return masked
-    padded = padding_mask(inputs, inputs.batch, inputs.keys, device)
-    if padded is None:
-        return masked
-    # For every query the same keys.
-    by_query = rearrange(padded, "... key -> ... 1 key")
-    return masked | by_query
+    def _weights(self, masks: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the weights of each attention in a run with masks, `batch heads query key`; empty if it raises."""
+        call = self.forward.call({**self.values, **masks})
+        subject = replace(call.of(self.forward.module), seed=self.seed, grad=False)
+        contents: list[Tensor] = []
+        with suppress(Exception):  # a user's code may raise anything for a mask of a wrong form
+            with subject.apart() as fresh:
+                run = fresh.recorded(keep=True)
+            for attention, names in run.attentions:
+                weights = attention.stages.get("weights")
+                if weights is None:
+                    continue
+                scores = attention.stages.get("scores", weights)
+                if len(scores.shape) != len(weights.shape):
+                    continue  # a mask of too many dimensions gave them to the scores
+                for op in attention.weights_path:
+                    # A multiplied mask comes after the softmax.
+                    if op.output.shape == weights.shape:
+                        weights = op.output
+                masked = replace(attention, stages={**attention.stages, "weights": weights})
+                content = content_of(run, masked, names, "weights")
+                if content is not None and content.dim() == 4:
+                    contents.append(content.detach())
+        return contents
 
 
 def _masks_out_only(masked: Tensor, after: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
@@ -568,27 +536,3 @@ def _are_zero_only_where(masked: Tensor, weights: Tensor, *, kept: Tensor) -> bo
         return False
     share = (weights[kept] > _MASKED).double().mean()
     return bool(share > 0.9)
-
-
-def _weights(subject: Subject) -> list[Tensor]:
-    """Return the weights of each attention in a run, `batch heads query key`; empty if it raises."""
-    contents: list[Tensor] = []
-    with suppress(Exception):  # a user's code may raise anything for a mask of a wrong form
-        with subject.apart() as fresh:
-            run = fresh.recorded(keep=True)
-        for attention, names in run.attentions:
-            weights = attention.stages.get("weights")
-            if weights is None:
-                continue
-            scores = attention.stages.get("scores", weights)
-            if len(scores.shape) != len(weights.shape):
-                continue  # a mask of too many dimensions gave them to the scores
-            for op in attention.weights_path:
-                # A multiplied mask comes after the softmax.
-                if op.output.shape == weights.shape:
-                    weights = op.output
-            masked = replace(attention, stages={**attention.stages, "weights": weights})
-            content = content_of(run, masked, names, "weights")
-            if content is not None and content.dim() == 4:
-                contents.append(content.detach())
-    return contents

@@ -17,6 +17,7 @@ from ..making.vocabulary import Kind
 from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
 from .call import Call, Forward
+from .layout import layout_of, sequence_first
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),
@@ -41,16 +42,13 @@ class _CaughtError(BaseException):
 
 def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
     """Return the arguments of a call by the names of the forward, `x` for one without a name."""
-    parameters = signature_of(module.forward)
-    names = _of_kind(parameters, Parameter.POSITIONAL_ONLY) or ["x"]
-    arguments = dict(zip(names, call.args, strict=False))
+    names: list[str] = []
+    for name, parameter in signature_of(module.forward).items():
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            names.append(name)
+    arguments = dict(zip(names or ["x"], call.args, strict=False))
     arguments.update(call.kwargs)
     return arguments
-
-
-def _of_kind(parameters: Mapping[str, Parameter], kind: object) -> list[str]:
-    """Return the names of the parameters that are passed in one way: by position, by name or by both."""
-    return [name for name, parameter in parameters.items() if parameter.kind is kind]
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,28 @@ def tensors_of(module: nn.Module, call: Call) -> dict[str, NamedTensor]:
 
 def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str) -> Call:
     """Return a call with these arguments, by the names of the forward as far as possible."""
-    parameters = signature_of(module.forward)
-    names = _of_kind(parameters, Parameter.POSITIONAL_OR_KEYWORD)
+    names: list[str] = []
     # An argument after one without a name can only be positional.
-    is_by_place = len(args) > len(names) or bool(_of_kind(parameters, Parameter.POSITIONAL_ONLY))
+    is_by_place = False
+    parameters = signature_of(module.forward)
+    for name, parameter in parameters.items():
+        if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD:
+            names.append(name)
+        elif parameter.kind is Parameter.POSITIONAL_ONLY:
+            is_by_place = True
+    if len(args) > len(names):
+        is_by_place = True
     by_name = {} if is_by_place else dict(zip(names, args, strict=False))
+    layout = layout_of(module, parameters)
+    batch_first = layout.batch_first
+    if layout.is_assumed:
+        batch_first = not sequence_first(module)
     call = Call(
         args=() if by_name else args,
         kwargs={**by_name, **kwargs},
         described="",
         origin=origin,
-        batch_first=_is_batch_first(module),
+        batch_first=batch_first,
         is_layout_known=False,
     )
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
@@ -105,15 +114,6 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if named.kind not in ("mask", "setting"):
             drawn.append(path)
     return replace(call, described=described(values), drawn=tuple(drawn))
-
-
-def _is_batch_first(module: nn.Module) -> bool:
-    """Return the first `batch_first` among the parts of a module; True if there is none."""
-    for part in module.modules():
-        batch_first = getattr(part, "batch_first", None)
-        if isinstance(batch_first, bool):
-            return batch_first
-    return True
 
 
 # -- the same tensors into two forwards --------------------------------------------------------------------------------

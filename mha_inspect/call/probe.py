@@ -24,13 +24,9 @@ from ..running.subject import Subject
 class Evidence:
     """The kind and size of one argument."""
 
-    kind: Literal["width", "ids", "image"]
+    kind: Literal["width", "ids", "image", "channels_first"]
     size: int
     """Width of the last axis, number of tokens, or channels."""
-    firm: bool = True
-    """Whether the kind is certain: an argument in a sum or an elementwise product may be of any kind."""
-    is_1d: bool = False
-    """Whether an image is one row of pixels, as a waveform or a spectrogram in a 1-D convolution."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ def _read_as_object(error: AttributeError, named: Mapping[str, Tensor]) -> str |
     return None
 
 
-_SUMS = ("add", "sub", "mul", "div", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__sub__", "__truediv__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 _NORMS = ("layer_norm", "rms_norm")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -149,12 +144,7 @@ class _Use:
             return None
         if self.func == "linear":
             return Evidence("width", operand.shape[-1])
-        if self.func in _PRODUCTS:
-            return self._of_product(operand)
-        # An operand of size 1 is broadcast, and fits any width.
-        if self.func in _SUMS and operand.dim() > 0 and operand.shape[-1] != 1:
-            return Evidence("width", operand.shape[-1], firm=False)
-        return None
+        return self._of_product(operand) if self.func in _PRODUCTS else None
 
     def _of_norm(self) -> Evidence | None:
         shape = self.argument("normalized_shape", 1, None)
@@ -169,7 +159,7 @@ class _Use:
         if self.func != "conv1d":
             return Evidence("image", channels)
         is_sequence = self.followed.tensor.dim() == 3 and self.followed.place == 1
-        return Evidence("width" if is_sequence else "image", channels, is_1d=True)
+        return Evidence("width" if is_sequence else "channels_first", channels)
 
     def _of_product(self, operand: Tensor) -> Evidence | None:
         """Return the width by a right operand, `width features` or one vector."""
@@ -217,9 +207,7 @@ class _Watch(TorchFunctionMode):
         if is_lookup and isinstance(args[1], str):
             self.holder = followed.names[-1]
             raise _EnoughError
-        if name == "multi_head_attention_forward":
-            return self._attend(func, args, kwargs)
-        evidence = self._evidence(_Use(name, args, kwargs, followed))
+        evidence = _Use(name, args, kwargs, followed).evidence()
         if evidence is not None:
             fitting = self._record(followed, evidence)
             args, kwargs = changed((args, kwargs), lambda part: fitting if part is followed.tensor else part)
@@ -234,28 +222,6 @@ class _Watch(TorchFunctionMode):
                 return self._followed[id(tensor)]
         return None
 
-    def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record the widths of query, key and value in a call of torch's attention, and make it with fitting ones."""
-        embed_dim = args[3]
-        widths = [embed_dim, embed_dim, embed_dim]
-        if kwargs.get("use_separate_proj_weight", False):
-            widths[1] = kwargs["k_proj_weight"].shape[1]
-            widths[2] = kwargs["v_proj_weight"].shape[1]
-        fitting: list[Tensor] = []
-        for tensor, width in zip(args[:3], widths, strict=True):
-            followed = self._followed.get(id(tensor))
-            if followed is None:
-                # A key that the module itself made has to fit as well.
-                followed = _Followed(tensor, [], tensor.dim() - 1)
-            fitting.append(self._record(followed, Evidence("width", width)))
-        return func(*fitting, *args[3:], **kwargs)
-
-    def _evidence(self, use: _Use) -> Evidence | None:
-        """Return what a use shows, unless both operands are arguments, which shows nothing of either."""
-        if use.func in _SUMS and id(use.operand) in self._followed:
-            return None
-        return use.evidence()
-
     def _follow(self, source: _Followed, result: Any) -> None:
         """Follow the results of a followed tensor, if one of their dimensions is still the width."""
         width = source.tensor.shape[source.place]
@@ -266,9 +232,11 @@ class _Watch(TorchFunctionMode):
             places = [place for place, size in enumerate(tensor.shape) if size == width]
             if not places:
                 continue
+            place = places[-1]
             # Of several dimensions of this size, only the last one is likely to be the width.
-            if len(places) == 1 or places[-1] == tensor.dim() - 1:
-                self._followed[id(tensor)] = _Followed(tensor, source.names, places[-1])
+            if len(places) == 1 or place == tensor.dim() - 1:
+                followed = _Followed(tensor, source.names, place)
+                self._followed[id(tensor)] = followed
 
     def _record(self, followed: _Followed, evidence: Evidence) -> Tensor:
         """Record the evidence on an argument. Return the tensor, or zeros of the kind and width that fit."""
@@ -282,7 +250,7 @@ class _Watch(TorchFunctionMode):
             # Tokens are `batch sequence`, without the width of the vectors that were drawn.
             shape = tensor.shape[:2] if tensor.dim() > 2 else tensor.shape
             return torch.zeros(shape, dtype=torch.long, device=tensor.device)
-        if evidence.kind == "image" or evidence.size == tensor.shape[followed.place]:
+        if evidence.kind != "width" or evidence.size == tensor.shape[followed.place]:
             return tensor
         fitting = followed.with_width(evidence.size)
         self._followed[id(fitting)] = _Followed(fitting, followed.names, followed.place)

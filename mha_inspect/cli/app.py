@@ -23,7 +23,7 @@ from ..making.vocabulary import dashed
 from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
-from .options import OUTPUTS, SHARED, Options, arguments_of
+from .options import EXPECTATIONS, OUTPUTS, SHARED, Options, arguments_of
 from .output import checked_destination, print_and_export, say, write
 from .ranks import require_one_process
 from .target_text import command_for, completed, namesake
@@ -71,9 +71,13 @@ class _Grouped:
         """Write the options by panel, in the order of the panels."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                said = record[1].replace("[default: (", "[default: ").replace(")]", "]")
-                panels.setdefault(parameter.rich_help_panel or "Options", []).append((record[0], said))
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name, help = record
+            said = help.replace("[default: (", "[default: ").replace(")]", "]")
+            panel = parameter.rich_help_panel or "Options"
+            panels.setdefault(panel, []).append((name, said))
         # Options without a panel (--help) come last.
         for panel in sorted(panels, key="Options".__eq__):
             _write_list(ctx, formatter, panel, panels[panel])
@@ -89,17 +93,23 @@ def _described(ctx: Any, parameters: Sequence[Any]) -> dict[str, tuple[str, str]
     described: dict[str, tuple[str, str]] = {}
     for parameter in parameters:
         record = parameter.get_help_record(ctx)
-        if record is not None:
-            said, _, default = record[1].partition("  [")
-            first, *_ = re.split(r"(?<=\w)\. ", said)
-            number = re.match(r"default: \(?(\d+)", default)
-            described[parameter.name] = record[0], first.rstrip(".") + (f" [{number[1]}]" if number else "")
+        if record is None:
+            continue
+        name, help = record
+        said, _, default = help.partition("  [")
+        first, *_ = re.split(r"(?<=\w)\. ", said)
+        first = first.rstrip(".")
+        number = re.match(r"default: \(?(\d+)", default)
+        if number is not None:
+            first += f" [{number[1]}]"
+        described[parameter.name] = name, first
     return described
 
 
 def _write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    bold = [(_bold(name, ctx), said) for name, said in rows]
     with formatter.section(_bold(title, ctx)):
-        formatter.write_dl([(_bold(name, ctx), said) for name, said in rows])
+        formatter.write_dl(bold)
 
 
 def _bold(text: str, ctx: Any) -> str:
@@ -234,20 +244,26 @@ def mha_inspect(
 
 
 def command(
-    *examples: str, only: Sequence[str] = (), without: Sequence[str] = (), targets: bool = False
+    *examples: str,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    targets: bool = False,
+    expects: bool = False,
 ) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
     """Make a command of a function whose first parameter is an `Options`, with a parameter for every shared option.
 
     The function's other options come first in `--help`. `only` names the shared options to take, `without` those to
-    drop, which stay at their defaults. With `targets` the help explains TARGET.
+    drop, which stay at their defaults. With `targets` the help explains TARGET. A command that `expects` a behaviour
+    takes the options that declare it.
     """
+    dropped = {*without} if expects else {*without, *EXPECTATIONS}
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
         name = function.__name__.replace("_", "-")
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
-        shared = [
-            parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
-        ]
+        shared = [parameter for parameter in SHARED if parameter.name not in dropped]
+        if only:
+            shared = [parameter for parameter in SHARED if parameter.name in only]
         for parameter in (*parameters, *shared):
             if isinstance(parameter.default, OptionInfo) and not parameter.default.param_decls:
                 parameter.default.param_decls = (dashed(parameter.name),)

@@ -14,9 +14,9 @@ from ..render import screen
 from ..text import quoted, shown
 from . import subject
 from .app import STARTED, command
-from .expected import CACHE, MASK, PADDING_SIDE, REFERENCE, SCALE, WINDOW, declared_by, loaded_for
+from .expected import declared_by, loaded_for
 from .help import PROGRAM
-from .options import NUMBERS, TARGET, Options, is_target, option
+from .options import EXPECTED, NUMBERS, TARGET, Options, is_target, option
 from .output import checked_destination, print_and_export, write
 from .patch import patch_beside
 
@@ -30,18 +30,14 @@ PANEL = "Check"
 @command(
     "check model.py:Attention --causal",
     "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
-    without=(*NUMBERS, "train"),
+    without=(*NUMBERS, "train", "attn_mask"),
     targets=True,
+    expects=True,
 )
 def check(
     options: Options,
     target: str | None = TARGET,
-    window: int | None = WINDOW,
-    mask: str | None = MASK,
-    padding_side: str | None = PADDING_SIDE,
-    cache: str | None = CACHE,
-    scale: str | None = SCALE,
-    reference: str | None = REFERENCE,
+    reference: str | None = option(EXPECTED, "A trusted version of TARGET.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Run only this check. Repeatable, as --skip.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
@@ -65,7 +61,7 @@ def check(
         return ExitCode.OK
     wanted, unwanted = only or (), skip or ()
     chosen_checks(wanted, unwanted)
-    declared = declared_by(options, window=window, mask=mask, padding_side=padding_side, cache=cache, scale=scale)
+    declared = declared_by(options)
     declared["batch_axis"] = _batch_axis(target, options)
     Intent(**declared)
     subject.check(target, options, "check")

@@ -16,6 +16,8 @@ from .options import FAIL_IF, NUMBERS, TARGET, Options, counts, option, require_
 from .output import Drawn, checked_destination, print_and_export, require_drawable, shows_pictures
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..call.call import Call
     from ..compare.comparable_run import ComparableRun
     from ..making.target import Target
@@ -29,7 +31,7 @@ USUAL = (1, 2, 4, 8, 16)
 @command(
     "compare-heads --embed-dim 512 --heads 1,2,4,8,16",
     "compare-heads --embed-dim 512 --heads 1,8 --steps 1 --focus --fail-if differs",
-    without=NUMBERS,
+    without=(*NUMBERS, "num_heads"),
 )
 def compare_heads(
     options: Options,
@@ -74,24 +76,20 @@ def compare_heads(
     attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
-        from ..call.call import TargetFailedError, explaining
+        from ..call.call import explaining
         from ..questions.compare_heads import compare_heads as report_of
 
         subjects = _subjects(target, options, compared)
         baseline = subjects[0][1]
         with explaining(baseline):
-            try:
-                report = report_of(
-                    subjects,
-                    steps=steps or 0,
-                    focus=focus,
-                    time=time,
-                    tick=tick,
-                    see=partial(_keep, attended) if draws else None,
-                )
-            except TargetFailedError as failed:
-                way = _counts_that_run(subjects, failed.subject)
-                raise failed if not way else failed.with_way(way, is_tried=True) from failed
+            report = report_of(
+                subjects,
+                steps=steps or 0,
+                focus=focus,
+                time=time,
+                tick=tick,
+                see=partial(_keep, attended) if draws else None,
+            )
     drawn = _drawn(attended, is_page=is_page, asked=picture, on_terminal=on_terminal) if draws else None
     subject.print_notes(baseline.notes, options)
     print_and_export(report, options, export, drawn)
@@ -104,13 +102,14 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
     require_numbers(options.device, "compare", sizes)
     if target is None:
         options.take_settings("compare-heads")
-        compared = chosen_counts(options, heads)
-        subject.check_layer(options, compared)
-        return compared
+        options.attention_spec(1)  # embed_dim is a size
+        of_layer = chosen_counts(options.embed_dim, heads)
+        subject.check_layer(options, of_layer)
+        return of_layer
     subject.check_target(target, options, "compare-heads")
-    decides = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
-    compared = chosen_counts(options, heads) if decides else ()
-    subject.inputs(options)
+    is_decided = heads or "embed_dim" in options.given
+    compared = chosen_counts(options.embed_dim, heads) if is_decided else ()
+    options.input_spec()
     subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
 
@@ -120,21 +119,25 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
     from ..call.load import subject_of
 
     if target is None:
-        return [(count, subject.load(None, subject.with_heads(options, count))) for count in compared]
+        return [(count, subject.load(None, options.with_heads(count))) for count in compared]
 
     def built(count: int) -> Target:
-        module = subject.load_target(target, subject.with_heads(options, count))
+        module = subject.load_target(target, options.with_heads(count))
         subject.require_head_count(module, "compare-heads")
         return module
 
     if not compared:
-        width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
+        width = None
+        for name, value in built(1).arguments.items():
+            if flag_of(name) == "embed_dim":
+                width = value
+                break
         if not isinstance(width, int):
             raise SpecError(
                 f"compare-heads cannot find the width of {shown(target)}, which limits the head counts. "
                 "Give the numbers, e.g. --heads 1,2,4."
             )
-        compared = chosen_counts(Options(num_heads=options.num_heads, embed_dim=width), ())
+        compared = chosen_counts(width, ())
     subjects: list[tuple[int, Subject]] = []
     call: Call | None = None
     for count in compared:
@@ -142,28 +145,6 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         call = subject.call_of(module, options, call)
         subjects.append((count, subject_of(module, call, options.seed)))
     return subjects
-
-
-def _counts_that_run(subjects: Sequence[tuple[int, Subject]], failed: Subject | None) -> str:
-    """Return a sentence with the head counts whose forward runs, where that of another one raised.
-
-    E.g. 1 head cannot share 2 key heads, and 2, 4 and 8 can. Empty if fewer than two run.
-    """
-    runs = [count for count, candidate in subjects if candidate is not failed and _runs(candidate)]
-    if len(runs) < 2:
-        return ""
-    return f"The target runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
-
-
-def _runs(subject: Subject) -> bool:
-    import torch
-
-    try:
-        with torch.no_grad(), subject.apart() as fresh:
-            fresh.plain()
-    except Exception:  # whatever the forward of a target raises
-        return False
-    return True
 
 
 def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
@@ -183,8 +164,11 @@ def _keep(attended: list[Attended], count: int, run: ComparableRun) -> None:
     )
     number = len(run.attentions)
     for place, (attention, shared) in enumerate(zip(trace.attentions, sharing_heads(run.run), strict=True)):
-        stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
-        contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
+        contents: dict[str, Tensor] = {}
+        for stage in ("scores", "masked_scores", "weights"):
+            tensor = run.content(place, stage)
+            if tensor is not None:
+                contents[stage] = tensor
         which = f", attention {place + 1} of {number}" if number > 1 else ""
         drawn = Attended(
             f"{plural(count, 'head')}{which}",
@@ -213,26 +197,23 @@ def _drawn(attended: Sequence[Attended], *, is_page: bool, asked: bool, on_termi
     return Drawn(tuple(pictures), printed=on_terminal, small=True, viewed=viewed)
 
 
-def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
+def chosen_counts(embed_dim: int, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare, each once, the baseline first. Raises `SpecError` for fewer than two.
 
-    Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is
-    not the default is the baseline; a list in --num-heads replaces --heads.
+    Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors.
     """
-    named = subject.head_counts(options)
-    if named == subject.head_counts(Options()) or (heads and len(named) > 1):
-        named = ()
-    if not heads and len(named) < 2:
-        subject.attention(options, 1)
-        usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
-        heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
-    compared = tuple(dict.fromkeys((*named, *heads)))
+    if not heads:
+        usual = tuple(count for count in USUAL if embed_dim % count == 0)
+        heads = usual if len(usual) > 1 else tuple(divisors(embed_dim))
+    compared = tuple(dict.fromkeys(heads))
     if len(compared) > 1:
         return compared
-    if min(compared, default=1) < 1:
-        raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
-    others = [count for count in divisors(options.embed_dim) if count not in compared] if options.embed_dim > 0 else []
-    way = f"embed_dim {options.embed_dim} allows no other head count. Try --embed-dim 512."
-    if others:
-        way = f"Try --heads {compared[0]},{others[0]}."
-    raise SpecError(f"heads {compared[0]} is one head count, but compare-heads needs two or more. {way}")
+    if compared[0] < 1:
+        raise SpecError(f"heads {compared[0]} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+    only = compared[0]
+    way = f"embed_dim {embed_dim} allows no other head count. Try --embed-dim 512."
+    if embed_dim > 0:
+        others = [count for count in divisors(embed_dim) if count != only]
+        if others:
+            way = f"Try --heads {only},{others[0]}."
+    raise SpecError(f"heads {only} is one head count, but compare-heads needs two or more. {way}")

@@ -120,4 +120,4 @@ def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int |
             flag = f"{side.name}-{'set' if side.settings else 'module'}"
             raise SpecError(f"{shown(side.text)} is a file of tensors: --{flag} does not apply to it. Drop it.")
     options.require_file_options(left.text, "num_heads")
-    return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+    return options.single_head_count("diff") if "num_heads" in options.typed else None

@@ -8,44 +8,28 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MhaInspectError, SpecError
 from ..text import shown
 from . import subject
-from .options import Options, option, size
+from .options import Options
 
 if TYPE_CHECKING:
     from ..running.subject import Subject
 
-_PANEL = "Expected behaviour"
-WINDOW = size(_PANEL, "Sliding window of N positions. The own position is one of them.")
-MASK = option(_PANEL, "Argument of the padding mask, and what True means.", metavar="NAME=keep|ignore")
-PADDING_SIDE = option(_PANEL, "Side of the padding.", words=("left", "right"), show_default="right")
-CACHE = option(_PANEL, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME")
-SCALE = option(_PANEL, "The expected scale of the scores.", words=("sqrt_head_dim",))
-REFERENCE = option(_PANEL, "A trusted version of TARGET.", metavar="TARGET")
 
-
-def declared_by(
-    options: Options,
-    *,
-    window: int | None,
-    mask: str | None,
-    padding_side: str | None,
-    cache: str | None,
-    scale: str | None,
-) -> dict[str, Any]:
-    """Return the fields of an intent that these options declare, and give a batch two items by default.
+def declared_by(options: Options) -> dict[str, Any]:
+    """Return the fields of an intent that the options declare, and give a batch two items by default.
 
     Raises `SpecError` for --padding-side without a mask.
     """
-    if padding_side is not None and mask is None:
-        raise SpecError(f"--padding-side {padding_side} needs a padding mask. Add --mask NAME=keep.")
+    if options.padding_side is not None and options.mask is None:
+        raise SpecError(f"--padding-side {options.padding_side} needs a padding mask. Add --mask NAME=keep.")
     if "batch" not in options.given and not options.unbatched:
         options.batch = 2  # one item may affect the other
     return {
         "causal": True if options.causal else None,
-        "window": window,
-        "padding_side": padding_side,
-        "cache": cache,
-        "scale": scale,
-        **_meaning_of(mask),
+        "window": options.window,
+        "padding_side": options.padding_side,
+        "cache": options.cache,
+        "scale": options.scale,
+        **_meaning_of(options.mask),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from ..checks.intent import Intent
 from ..errors import ExitCode, InputError, SpecError
+from ..making.importing import file_of
 from ..text import shown
 from . import subject
 from .app import command
-from .expected import CACHE, MASK, PADDING_SIDE, SCALE, WINDOW, declared_by
+from .expected import declared_by
 from .options import NUMBERS, TARGET, Options, option
 from .output import checked_destination, print_and_export, say
 from .patch import module_of, target_of
@@ -27,18 +27,14 @@ if TYPE_CHECKING:
 @command(
     "fix model.py:Attention",
     "fix model.py:Attention --causal --write",
-    without=(*NUMBERS, "train"),
+    without=(*NUMBERS, "train", "attn_mask"),
     targets=True,
+    expects=True,
 )
 def fix(
     options: Options,
     target: str | None = TARGET,
     write: bool = option("Patch", "Write the patch to the file. The old file is kept as FILE.orig.", False, "--write"),
-    window: int | None = WINDOW,
-    mask: str | None = MASK,
-    padding_side: str | None = PADDING_SIDE,
-    cache: str | None = CACHE,
-    scale: str | None = SCALE,
 ) -> ExitCode:
     """Print a patch of the target's file with which its problems no longer occur.
 
@@ -50,11 +46,11 @@ def fix(
         raise SpecError("fix edits a file of your own: name a target in it, e.g. mha-inspect fix model.py:Attention.")
     if target.startswith("hf:"):
         raise InputError(f"{shown(target)} is built by transformers, an installed package: nothing is edited.")
-    declared = declared_by(options, window=window, mask=mask, padding_side=padding_side, cache=cache, scale=scale)
+    declared = declared_by(options)
     intent = Intent(**declared)
     subject.check(target, options, "fix")
-    file = target.partition(".py")[0] + ".py" if ".py" in target else ""
-    if write and file and os.path.exists(file):
+    file = file_of(target)
+    if write and file:
         require_writable(Path(file))
     export = checked_destination(options)
     with subject.running(options, f"fixing {target}"):

@@ -48,8 +48,12 @@ class ShortHelp:
         rows.append(("--json, --help-all", "Output for programs; every option, in groups"))
         width = max(len(name) for name, _ in rows)
         lines = [f"{bold('Usage:')} {PROGRAM} {self.usage}", self.summary, ""]
-        lines += [f"  {bold(name)}{' ' * (width - len(name))}  {said}" for name, said in rows]
-        lines += ["", bold("Examples:"), *(f"  {PROGRAM} {line}" for line in self.examples)]
+        for name, said in rows:
+            padding = " " * (width - len(name))
+            lines.append(f"  {bold(name)}{padding}  {said}")
+        lines += ["", bold("Examples:")]
+        for line in self.examples:
+            lines.append(f"  {PROGRAM} {line}")
         return "\n".join(lines) + "\n"
 
 
@@ -62,37 +66,37 @@ SHORT = {
     ),
     "params": ShortHelp(
         "params [TARGET or CHECKPOINT] [OPTIONS]",
-        "Show every parameter, its purpose, and which part belongs to which head.",
+        "Show every parameter, and which part belongs to which head.",
         "target embed_dim num_heads per_head like settings device export",
         ("params my_model.py --per-head", "params model.safetensors --num-heads 8", "params --num-heads 1,2,4"),
     ),
     "compare-heads": ShortHelp(
         "compare-heads [TARGET] [OPTIONS]",
-        "Show what the number of heads changes, with the same weights and input.",
+        "Show what the number of heads changes.",
         "target heads embed_dim seq_len steps focus picture time settings causal export",
         ("compare-heads my_model.py --heads 1,2,4", "compare-heads --heads 1,8 --picture", "compare-heads --steps 100"),
     ),
     "diff": ShortHelp(
         "diff [LEFT] [RIGHT] [OPTIONS]",
-        "Show where two layers, modules or checkpoints differ, with the same weights.",
+        "Show where two layers, modules or checkpoints differ.",
         "left right left_set right_set left_module right_module fail_if embed_dim num_heads settings export",
         ("diff torch my_model.py:Attention", "diff torch bert", "diff torch torch --right-set dtype=bfloat16"),
     ),
     "check": ShortHelp(
         "check [TARGET] [OPTIONS]",
-        "Find mistakes: change one thing at a time, and see which outputs change.",
+        "Find mistakes: change one thing at a time, and run it again.",
         "target causal window mask cache scale reference only explain strict input_shape export",
         ("check my_model.py", "check my_model.py --causal --mask mask=keep", "check hf:gpt2 --cache past_key_values"),
     ),
     "fix": ShortHelp(
         "fix TARGET [OPTIONS]",
-        "Print a patch of your file that was run: the problem no longer occurs.",
+        "Print a patch of your file that was run.",
         "target write causal window mask cache scale settings input_shape export",
         ("fix my_model.py", "fix my_model.py --causal", "fix my_model.py:Attention --write"),
     ),
     "layers": ShortHelp(
         "layers [NAME] [OPTIONS]",
-        "List the built-in attention layers, or the arguments of one for --set.",
+        "List the built-in attention layers, or the arguments of one.",
         "name export",
         ("layers", "layers grouped-query", "layers --json"),
     ),
@@ -100,16 +104,8 @@ SHORT = {
 """The short page of each command."""
 
 
-COMMANDS = {
-    "trace": "Show every stage of one forward pass, and what is wrong in it.",
-    "params": "Show every parameter, and which part belongs to which head.",
-    "compare-heads": "Show what the number of heads changes.",
-    "diff": "Show where two layers, modules or checkpoints differ.",
-    "check": "Find mistakes: change one thing at a time, and run it again.",
-    "fix": "Print a patch of your file that was run.",
-    "layers": "List the built-in attention layers, or the arguments of one.",
-    "help": "Show a page of the manual, or the help of a command.",
-}
+COMMANDS = {name: page.summary for name, page in SHORT.items()}
+COMMANDS["help"] = "Show a page of the manual, or the help of a command."
 """Each command with its line in the help."""
 
 

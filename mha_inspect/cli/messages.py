@@ -16,51 +16,18 @@ from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_
 from ..making.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shown
 from .help import SHORT
+from .options import SET_BY_TEXT
 from .output import say, stdout_failure
 
-_ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
-"""Names that other programs have for an option."""
-GONE = {
-    "--add-bias-kv": "write --set add_bias_kv=true.",
-    "--add-zero-attn": "write --set add_zero_attn=true.",
-    "--bias": "write --set bias=true.",
-    "--no-bias": "write --set bias=false.",
-    "--dropout": "write --set dropout=0.1.",
-    "--head-dim": "write --set head_dim=64.",
-    "--kdim": "write --set kdim=64.",
-    "--vdim": "write --set vdim=64.",
-    "--rope": "write --set rope=true.",
-    "--gradients": "compare-heads --steps 1 compares the first gradient.",
-    "--need-weights": "write --set need_weights=true.",
-    "--no-need-weights": "write --set need_weights=false.",
-    "--average-weights": "write --set average_weights=true.",
-    "--per-head-weights": "write --set average_weights=false.",
-    "--grad": "write --set grad=true.",
-    "--no-grad": "gradients are recorded with --set grad=true alone.",
-    "--unbatched": "write --set unbatched=true.",
-    "--color": "set the variable FORCE_COLOR=1 or NO_COLOR=1.",
-    "--plain": "a pipe gets plain text, and -o FILE.txt writes it.",
-    "trace --cache": "the argument of the cache is found.",
-    "trace --positions": "an argument of positions is found.",
-    "trace --fail-if": "mha-inspect check exits with 1 if a check fails.",
-    "trace --plan": "write --ranks N:PLAN, e.g. --ranks 2:plan.json.",
-    "--head": "write --picture STAGE:HEADS, e.g. --picture weights:0,3-5.",
-    "check --batch-axis": "--batch-first or --seq-first says where the batch is.",
-    "check --list": "write --explain all.",
-    "params --picture": "trace --picture and compare-heads --picture draw attention.",
-    "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
-    "--format": "give --json; a terminal gets a table, a pipe plain text.",
-    "check --train": "check runs in eval, and compares training itself.",
-    "--evidence-only": "mha-inspect trace judges its one run.",
-    "--small": "--set num_hidden_layers=2 and other sizes make a model small.",
-    "check --evidence-only": "mha-inspect trace judges its one run.",
-    "--edge-items": "--values --json prints every element.",
-    "--precision": "--values --json prints every digit.",
-    "--text": "give its token ids: torch.save({'input_ids': ids}, FILE), then --input FILE and --tokens.",
-    "trace --module": "--attention takes the path of a module too.",
-    "params --module": "the library lists the tensors: mha_inspect.params(FILE).parameters.",
+_ELSEWHERE = {
+    "output": "export",
+    "out": "export",
+    "save": "export",
+    "gpu": "device",
+    "cuda": "device",
+    "num_heads": "heads",
 }
-"""Options that were removed, with the way that is left. A key such as `params --module` is of one command."""
+"""Names that other programs and commands have for an option."""
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -106,13 +73,14 @@ def _usage(error: ClickException, ctx: Any) -> str:
         return _no_such_option(error.option_name, ctx)
     if isinstance(error, BadOptionUsage) and ctx is not None:
         name = shown(error.option_name)
-        options = [option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)]
-        if not options:
-            return f"{name} needs a value: write {name} VALUE. For details: {ctx.command_path} --help"
-        return _misused(options[0], name, ctx)
+        for option in ctx.command.params:
+            if name in (*option.opts, *option.secondary_opts):
+                return _misused(option, name, ctx)
+        return f"{name} needs a value: write {name} VALUE. For details: {ctx.command_path} --help"
     if isinstance(error, BadParameter) and error.param is not None and ctx is not None:
-        message = shown(" ".join(error.message.split()), MESSAGE)
-        return f"{_source(error.param, ctx)} {message}"
+        message = " ".join(error.message.split())
+        source = _source(error.param, ctx)
+        return f"{source} {shown(message, MESSAGE)}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
 
@@ -137,10 +105,11 @@ def _source(option: Any, ctx: Any) -> str:
 def _no_such_option(asked: str, ctx: Any) -> str:
     asked = _as_typed(asked)
     name = shown(asked)
-    way = GONE.get(f"{ctx.info_name} {asked}", GONE.get(asked))
-    if way is not None:
-        return f"{ctx.info_name} has no option {name} any more: {way}"
-    near = _near_option(asked, _options(ctx.command))
+    options = _options(ctx.command)
+    setting = asked.strip("-").removeprefix("no-").replace("-", "_")
+    if setting in SET_BY_TEXT and "--set" in options:
+        return f"{ctx.info_name} has no option {name}: write --set {setting}=VALUE."
+    near = _near_option(asked, options)
     group = ctx.find_root().command
     homes: list[str] = []
     for command in group.list_commands(ctx):

@@ -4,7 +4,9 @@
 # makes usage errors noticeably slower.
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -12,22 +14,24 @@ import typer
 
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import LAYERS
-from ..making.vocabulary import SET_BY_NAME, SET_OF_RUN, SWITCHES, dashed
+from ..making.vocabulary import ALIASES, SET_BY_NAME, SET_OF_RUN, SWITCHES, Flags, dashed
 from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
+    from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
     from ..making.in_file import ChosenTarget
     from ..reports.common import LayerArgument
 
 N = TypeVar("N", int, float)
-FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
-LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
+EXPECTED, LAYER, INPUT, RUN, OUTPUT = "Expected behaviour", "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
+EXPECTATIONS = ("window", "mask", "padding_side", "cache", "scale")
+"""Options of the commands that judge a module by the behaviour to expect."""
 OUTPUTS = ("json", "export", "quiet")
 """Options of every command: where its report goes, and how."""
 SET_BY_TEXT = (*SET_BY_NAME, *SWITCHES, *SET_OF_RUN)
@@ -73,8 +77,11 @@ def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
-def counts(name: str, typed: str) -> tuple[int, ...]:
-    """Return the numbers of a comma list such as `1,2,4`; empty for an empty text. Raises `SpecError` for others."""
+def counts(name: str, typed: str, example: str = "") -> tuple[int, ...]:
+    """Return the numbers of a comma list such as `1,2,4`; empty for an empty text.
+
+    Raises `SpecError` for others, with an example of the option, by default `--name 1,2,4`.
+    """
     if not typed.strip():
         return ()
     try:
@@ -82,7 +89,7 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
     except ValueError:
         raise SpecError(
             f"{name} {shown(typed)} is not a whole number or a list of them: "
-            f"write digits and commas only, e.g. {dashed(name)} 1,2,4."
+            f"write digits and commas only, e.g. {example or f'{dashed(name)} 1,2,4'}."
         ) from None
     if max(numbers) > LARGEST_SIZE:
         raise SpecError(f"{name} {shown(typed)} is too large: numbers go up to 2**40. Try 8.")
@@ -132,11 +139,19 @@ FAIL_IF = option(
 class Options:
     """The values of the shared options. Their defaults repeat those of `layers.spec`, which is slower to import."""
 
+    window: int | None = size(EXPECTED, "Sliding window of N positions. The own position is one of them.")
+    mask: str | None = option(
+        EXPECTED, "Argument of the padding mask, and what True means.", metavar="NAME=keep|ignore"
+    )
+    padding_side: str | None = option(EXPECTED, "Side of the padding.", words=("left", "right"), show_default="right")
+    cache: str | None = option(
+        EXPECTED, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME"
+    )
+    scale: str | None = option(EXPECTED, "The expected scale of the scores.", words=("sqrt_head_dim",))
+
     layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
-    num_heads: str = option(
-        LAYER, "Number of heads. In params a list, in compare-heads the baseline.", "8", metavar="N"
-    )
+    num_heads: str = option(LAYER, "Number of heads. In params a list.", "8", metavar="N")
     num_kv_heads: int | None = size(LAYER, "Number of key and value heads (grouped queries).", unset="num_heads")
     head_dim: int | None = size(LAYER, "Features of one head.", unset="embed_dim / num_heads")
     rope: bool = option(LAYER, "Rotate queries and keys by their positions.", False)
@@ -206,7 +221,9 @@ class Options:
     quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:
-        self.__dict__.update({name: getattr(Options, name).default for name in Options.__annotations__} | values)
+        for name in Options.__annotations__:
+            setattr(self, name, getattr(Options, name).default)
+        self.__dict__.update(values)
         self.given = frozenset[str]()
         """Options that the user set, on the command line or by a variable."""
         self.typed = frozenset[str]()
@@ -225,9 +242,16 @@ class Options:
         if context.args:
             raise SpecError(_no_use_for(context))
         options = cls(**values)
-        sources = {name: source.name for name in values if (source := context.get_parameter_source(name)) is not None}
-        options.given = frozenset(name for name, source in sources.items() if not source.startswith("DEFAULT"))
-        options.typed = frozenset(name for name in options.given if sources[name] == "COMMANDLINE")
+        given: set[str] = set()
+        typed: set[str] = set()
+        for name in values:
+            source = context.get_parameter_source(name)
+            if source is None or source.name.startswith("DEFAULT"):
+                continue
+            given.add(name)
+            if source.name == "COMMANDLINE":
+                typed.add(name)
+        options.given, options.typed = frozenset(given), frozenset(typed)
         return options
 
     def take_layer(self, name: str) -> None:
@@ -276,6 +300,83 @@ class Options:
         except typer.BadParameter as error:
             raise SpecError(f"{flag} {name}={shown(text)} is invalid: {error.message}") from None
 
+    def with_settings(self, settings: Mapping[str, str], flag: str) -> "Options":
+        """Return these options with others in their place, by name, as if they were typed. `flag` gave them."""
+        changed = copy(self)
+        for name, text in settings.items():
+            changed.set(name, text, flag)
+            changed.given |= {name}
+            changed.typed |= {name}
+        return changed
+
+    def with_heads(self, count: int) -> "Options":
+        """Return these options with one head count, set as if by a variable: a target may ignore it."""
+        changed = copy(self)
+        changed.num_heads = str(count)
+        changed.given, changed.typed = self.given | {"num_heads"}, self.typed - {"num_heads"}
+        return changed
+
+    def head_counts(self) -> tuple[int, ...]:
+        """Return the numbers of --num-heads, each once. Raises `SpecError` if empty or not whole numbers."""
+        typed = counts("num_heads", self.num_heads)
+        if not typed:
+            raise SpecError("num_heads is empty: give the number of attention heads, e.g. --num-heads 8.")
+        return tuple(dict.fromkeys(typed))
+
+    def single_head_count(self, command: str) -> int:
+        """Return the number of --num-heads. Raises `SpecError` for a list, with the commands that take one."""
+        first, *more = self.head_counts()
+        if more:
+            raise SpecError(
+                f"num_heads {self.num_heads} is a list, but {command} takes one number, e.g. --num-heads {first}. "
+                f"To compare several: `mha-inspect params --num-heads {self.num_heads}` or `mha-inspect "
+                f"compare-heads --heads {self.num_heads}`."
+            )
+        return first
+
+    def attention_spec(self, num_heads: int) -> "AttentionSpec":
+        """Return the spec of the layer, with this head count. Raises `SpecError` if its sizes contradict each other."""
+        from ..layers.spec import AttentionSpec
+
+        self.require_seed()
+        settings = self._of(AttentionSpec) | {"num_heads": num_heads, "training": self.train}
+        return LAYERS[self.layer].spec(**settings)
+
+    def input_spec(self) -> "InputSpec":
+        """Return the spec of the inputs. Raises `SpecError` if their sizes contradict each other."""
+        from ..layers.spec import InputSpec
+
+        return InputSpec(**self._of(InputSpec) | {"padding": counts("padding", self.padding)})
+
+    def run_spec(self) -> "RunSpec":
+        """Return how the layer is run."""
+        from ..layers.spec import RunSpec
+
+        return RunSpec(**self._of(RunSpec))
+
+    def show(self) -> "Show":
+        """Return the numbers to report beyond shapes and axes."""
+        from ..layers.spec import Show
+
+        for_a_machine = self.json or self.ending == ".json"
+        return Show(**self._of(Show), full_values=self.values and for_a_machine)
+
+    def flags(self) -> Flags:
+        """Return the flags for the constructor of a target, with their sources. Raises as `single_head_count`."""
+        values = {name: getattr(self, name) for name in ALIASES if name != "num_heads"}
+        values["num_heads"] = self.single_head_count("a target")
+        return Flags(values, self.given, self.typed)
+
+    def _of(self, spec: type) -> dict[str, Any]:
+        """Return the values of options that have the name of a spec's field."""
+        names = [field.name for field in fields(spec) if hasattr(self, field.name)]
+        return {name: getattr(self, name) for name in names}
+
+    def require_seed(self) -> None:
+        """Raise `SpecError` for a seed that is out of range."""
+        if not 0 <= self.seed < 2**64:
+            raise SpecError(f"seed {self.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
+
     def require_file_options(self, text: str, *used: str) -> None:
         """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""
         for name in sorted(self.typed - {*used, *OUTPUTS}):
@@ -289,7 +390,7 @@ SHARED = [
     if name not in SET_BY_TEXT
 ]
 """The shared options as parameters of a function."""
-SHARED_NAMES = frozenset(option.name for option in SHARED)
+SHARED_NAMES = frozenset(option.name for option in SHARED) - {*EXPECTATIONS}
 
 
 def read_setting(name: str, text: str) -> Any:
@@ -350,7 +451,7 @@ def how_to_give_sizes(command: str) -> str:
     """Return how to give a command sizes, and a list of head counts if it takes one."""
     lists = {"params": "--num-heads", "compare-heads": "--heads"}
     commas = f", and a list with commas, e.g. {lists[command]} 1,2,4" if command in lists else ""
-    return f"give sizes as options, e.g. mha-inspect {command} --embed-dim 512{commas}"
+    return f"Give sizes as options, e.g. mha-inspect {command} --embed-dim 512{commas}"
 
 
 def _no_use_for(context: typer.Context) -> str:
@@ -364,5 +465,5 @@ def _no_use_for(context: typer.Context) -> str:
     elif command == "layers":
         way_out = f". For its options: {context.command_path} --help"
     else:
-        way_out = f": {how_to_give_sizes(command)}."
+        way_out = f". {how_to_give_sizes(command)}."
     return f"{command} does not take {extra}{way_out}"

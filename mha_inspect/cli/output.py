@@ -64,7 +64,10 @@ class Drawn:
 
         width = None if stream is None else columns(stream)
         depth = depth_shown() if stream is not None and in_color(stream) else "none"
-        return "".join("\n" + draw(picture, width=width, depth=depth, small=self.small) for picture in self.pictures)
+        drawn: list[str] = []
+        for picture in self.pictures:
+            drawn.append(draw(picture, width=width, depth=depth, small=self.small))
+        return "".join(f"\n{text}" for text in drawn)
 
 
 def shows_pictures(options: Options) -> bool:
@@ -159,8 +162,9 @@ def _file_content(report: Report, format: ExportFormat, drawn: Drawn | None) -> 
 
         return to_text(report, "html", drawn=drawn_page(drawn.viewed))
     text = to_text(report, cast("Format", format))
-    follows = drawn is not None and drawn.printed and not drawn.small and format == "plain"
-    return text + drawn.text() if drawn is not None and follows else text
+    if drawn is not None and drawn.printed and not drawn.small and format == "plain":
+        text += drawn.text()
+    return text
 
 
 def say(message: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
-from ..making.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .app import command
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from ..running.subject import Subject
 
 PANEL = "Params"
-_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
-"""Options of the inputs, besides their sizes: a layer's parameters do not depend on them."""
+_OF_MASKS = ("causal", "padding", "attn_mask")
+"""Options of masks, which parameters do not depend on."""
 _OF_CHECKPOINT = ("num_heads", "stats", "values")
 """Options that apply to a checkpoint alone; with a module beside it, all of them apply."""
 
@@ -31,7 +30,7 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values")
 @command(
     "params --embed-dim 512 --num-heads 8 --per-head",
     "params --embed-dim 512 --num-heads 1,2,4,8",
-    without=("ops",),
+    without=("ops", *_OF_MASKS),
 )
 def params(
     options: Options,
@@ -59,7 +58,7 @@ def params(
     """
     if target is not None and is_checkpoint(target):
         return _params_of_file(target, options, like, per_head=per_head, ranks=ranks)
-    heads = subject.head_counts(options)
+    heads = options.head_counts()
     if like is not None:
         given = "none was given" if target is None else f"{shown(target)} is not one"
         way = "Give one, e.g. mha-inspect params model.safetensors --like hf:gpt2."
@@ -74,7 +73,7 @@ def params(
     if ranks is not None and len(heads) > 1:
         raise _nothing_to_cut(ranks)
     export = checked_destination(options, computes=True)
-    asked = {"show": subject.show(options), "per_head": per_head}
+    asked = {"show": options.show(), "per_head": per_head}
     report = _of_module(target, options, heads, asked, ranks)
     print_and_export(report, options, export)
     return ExitCode.OK
@@ -87,7 +86,7 @@ def _params_of_file(text: str, options: Options, like: str | None, *, per_head: 
     if ranks is not None:
         raise _nothing_to_cut(ranks)
     reads = options.stats or options.values
-    show = subject.show(options)
+    show = options.show()
     export = checked_destination(options, computes=reads or like is not None)
     report = _of_checkpoint(text, options, like, {"show": show if reads else None, "per_head": per_head})
     print_and_export(report, options, export)
@@ -99,13 +98,11 @@ def _nothing_to_cut(ranks: int) -> SpecError:
 
 
 def _check_layer(options: Options, heads: tuple[int, ...]) -> None:
-    """Check the options of a layer with each head count. Raises `SpecError` for one that only sets its inputs."""
+    """Check the options of a layer with each head count. Raises `SpecError` for --input."""
     options.take_settings("params")
     subject.check_layer(options, heads)
-    for name in sorted(options.typed & {*_OF_INPUTS}):
-        raise SpecError(
-            f"{dashed(name)} sets the inputs, but the parameters of a layer do not depend on them. Drop it."
-        )
+    if "input" in options.typed:
+        raise SpecError("--input sets the inputs, but the parameters of a layer do not depend on them. Drop it.")
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
@@ -123,7 +120,7 @@ def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[st
     from ..checkpoints.params import params_of_checkpoint
 
     if like is None:
-        count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+        count = options.single_head_count("a checkpoint") if "num_heads" in options.typed else None
         with subject.waiting(options, f"reading {text}"):
             return params_of_checkpoint(Path(text), num_heads=count, **asked)
     with subject.running(options, f"reading {text}"):
@@ -148,10 +145,10 @@ def _of_module(
         from ..running.subject import Subject
 
         if text is None:
-            specs = [subject.attention(options, count) for count in heads]
-            run = subject.run(options)
+            specs = [options.attention_spec(count) for count in heads]
+            run = options.run_spec()
             return _cut([load_layer(spec, INPUTS, run, options.layer) for spec in specs], ranks, asked)
-        by_count = [subject.with_heads(options, count) for count in heads] if many else [options]
+        by_count = [options.with_heads(count) for count in heads] if many else [options]
         targets = [subject.load_target(text, changed) for changed in by_count]
         first = targets[0]
         if many:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import time
 from dataclasses import replace
@@ -28,26 +27,13 @@ _LEAST = 3.0
 def module_of(target: str) -> ModuleType:
     """Return the module that a target names. Raises `InputError` for a target of an installed package."""
     from ..fixes.loading import is_own
-    from ..making.importing import is_file_alone, split_target
+    from ..making.importing import imported, is_file_alone, split_target
 
-    where = target
-    if not is_file_alone(target):
-        where, _ = split_target(target)
-    module = _loaded(where)
-    if module is None or not is_own(module):
+    where = target if is_file_alone(target) else split_target(target)[0]
+    module = imported(where)
+    if not is_own(module):
         raise InputError(f"{shown(target)} is not in a file of your own, so nothing is edited.")
     return module
-
-
-def _loaded(where: str) -> ModuleType | None:
-    """Return the module of a name, or of the path of a file, that was imported."""
-    if not where.endswith(".py"):
-        return sys.modules.get(where)
-    path = os.path.realpath(where)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == path:
-            return module
-    return None
 
 
 def patch_beside(target: str | None, options: Options, intent: Intent, began: float) -> str | None:
@@ -55,7 +41,9 @@ def patch_beside(target: str | None, options: Options, intent: Intent, began: fl
 
     None without one. The page has been made, so the file is imported. Files of installed packages have none.
     """
-    if target is None or target.startswith("hf:") or ".py" not in target:
+    from ..making.importing import file_of
+
+    if target is None or not file_of(target):
         return None
     from ..fixes.trial import Deadline
     from ..questions.fix import patch_in_time

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import NoMaskError, SpecError
 from ..layers.catalog import OPTIONAL, LayerKind, find_layer
-from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..making.vocabulary import typed_as
 from ..text import did_you_mean, shown
@@ -86,17 +84,12 @@ class AskedSide:
 
     def options(self, options: Options) -> Options:
         """Return the options with the other settings of this side. Keys may have hyphens for underscores."""
-        side = copy(options)
-        of_constructor = self.of_constructor
+        of_run: dict[str, str] = {}
         for name, text in self.by_name.items():
-            if name in of_constructor:
-                continue
-            self._require_setting(name)
-            option = "train" if name == "training" else name
-            side.set(option, text, self.flag)
-            side.given |= {option}
-            side.typed |= {option}
-        return side
+            if name not in self.of_constructor:
+                self._require_setting(name)
+                of_run["train" if name == "training" else name] = text
+        return options.with_settings(of_run, self.flag)
 
     def _require_setting(self, name: str) -> None:
         """Raise `SpecError` for a name that is no setting of one side."""
@@ -122,70 +115,24 @@ class PlannedLayer:
     run: RunSpec
     settings: dict[str, Any]
     """The settings of this side only."""
-    ignored: tuple[str, ...]
-    """Sentences about settings of both sides that this layer does not have."""
 
 
-def planned_layer(options: Options, asked: AskedSide, beside: LayerKind) -> PlannedLayer:
-    """Return a layer with the settings of its side, and without settings that only the layer `beside` it has."""
+def planned_layer(options: Options, asked: AskedSide) -> PlannedLayer:
+    """Return a layer with the settings of its side. Raises `SpecError` for a setting that it does not take."""
     kind = asked.kind
     names = list(asked.by_name)
     changed = asked.options(options)
     changed.layer = kind.name
-    ignored = _drop_settings_of(beside, changed, kind, names)
     try:
-        spec = subject.attention(changed, subject.single_head_count(changed, "diff"))
-        inputs, run = subject.inputs(changed), subject.run(changed)
+        spec = changed.attention_spec(changed.single_head_count("diff"))
+        inputs, run = changed.input_spec(), changed.run_spec()
+        kind.check(spec, inputs, run)
     except SpecError as error:
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
-    kind.check(spec, inputs, run)
     values: dict[str, Any] = {}
     for part in (spec, inputs, run):
         values.update({name: getattr(part, name) for name in part.__dataclass_fields__})
-    return PlannedLayer(
-        kind=kind,
-        spec=spec,
-        inputs=inputs,
-        run=run,
-        settings={name: values[name] for name in names},
-        ignored=tuple(ignored),
-    )
-
-
-def _drop_settings_of(beside: LayerKind, changed: Options, kind: LayerKind, names: Collection[str]) -> list[str]:
-    """Set back the settings that only the layer beside this kind has; return a sentence on each that has an effect.
-
-    `names` are set for this side, and stay.
-    """
-    usual = Options()
-    ignored: list[str] = []
-    for name in OPTIONAL:
-        value = getattr(changed, name)
-        is_of_this_side = name in kind.takes or name in names
-        if is_of_this_side or name not in beside.takes or value == getattr(usual, name):
-            continue
-        setattr(changed, name, getattr(usual, name))
-        # A value that changes nothing needs no note.
-        if name in SAME_SIZE and str(value) == str(getattr(changed, SAME_SIZE[name])):
-            continue
-        typed = str(value).lower() if isinstance(value, bool) else value
-        ignored.append(f"{kind.name} has no setting {name}: {name} {typed} applies to the other side only.")
-    return ignored
-
-
-def require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
-    """Raise `SpecError` if the sizes of their heads keep both sides from having the same weights."""
-    if left.spec.embed_dim != right.spec.embed_dim:
-        return
-    left_dim, right_dim = int(left.spec.head_dim), int(right.spec.head_dim)
-    left_rows = left.spec.num_heads * left_dim
-    right_rows = right.spec.num_heads * right_dim
-    if left_rows != right_rows:
-        raise SpecError(
-            f"head_dim is {left_dim} on the left and {right_dim} on the right: W_q would have {left_rows} rows and "
-            f"{right_rows}. "
-            f"Both sides need the same weights. Try --set head_dim={min(left_dim, right_dim)}."
-        )
+    return PlannedLayer(kind, spec, inputs, run, settings={name: values[name] for name in names})
 
 
 def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
@@ -214,12 +161,26 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
             _ = side.kind
         changed = side.options(options)
         require_numbers(changed.device, "compare", _SHAPES)
-        subject.inputs(changed)
-    subject.single_head_count(options, "diff")
+        changed.input_spec()
+    options.single_head_count("diff")
     if not has_target:
-        kinds = sides[0].kind, sides[1].kind
-        require_same_rows(planned_layer(options, sides[0], kinds[1]), planned_layer(options, sides[1], kinds[0]))
+        _require_same_rows(planned_layer(options, sides[0]), planned_layer(options, sides[1]))
     return sides
+
+
+def _require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
+    """Raise `SpecError` if the sizes of their heads keep both sides from having the same weights."""
+    if left.spec.embed_dim != right.spec.embed_dim:
+        return
+    left_dim, right_dim = int(left.spec.head_dim), int(right.spec.head_dim)
+    left_rows = left.spec.num_heads * left_dim
+    right_rows = right.spec.num_heads * right_dim
+    if left_rows != right_rows:
+        raise SpecError(
+            f"head_dim is {left_dim} on the left and {right_dim} on the right: W_q would have {left_rows} rows and "
+            f"{right_rows}. "
+            f"Both sides need the same weights. Try --set head_dim={min(left_dim, right_dim)}."
+        )
 
 
 def _unnamed_side(options: Options, left: AskedSide, right: AskedSide) -> str:
@@ -267,91 +228,66 @@ class _BuiltSide:
 
 
 @dataclass(frozen=True)
-class _TargetDraft:
-    """A target that will be one side, with arguments of its own."""
+class _Draft:
+    """A target or a layer of the catalog that will be one side, with arguments of its own."""
 
-    target: Target
+    subject: Subject
     call: Call
     settings: dict[str, Any]
-    seed: int
-    grad: bool | None
-    must_run: bool = True
-    """Whether to run it at once, so that an error of the user's code is explained as one of this side."""
+    """The settings of this side only."""
+    target: Target | None = None
+    """None for a layer, which has no notes on its inputs."""
+    plan: PlannedLayer | None = None
+    """How the layer is built; None for a target."""
 
-    def subject(self, call: Call) -> Subject:
-        """Return the target with these arguments."""
+    def called(self, call: Call) -> Subject:
+        """Return the subject with these arguments."""
         from ..call.load import subject_of
 
-        return subject_of(self.target, call, self.seed, self.grad)
+        if self.target is None:
+            return replace(self.subject, args=call.args, kwargs=call.kwargs)
+        return subject_of(self.target, call, self.subject.seed or 0, self.subject.grad)
 
-    def finer_subject(self, call: Call, beside: _BuiltSide) -> Subject:
-        """Return the target with the arguments in the precision of the side `beside` it."""
-        return self.subject(call)
-
-
-@dataclass(frozen=True)
-class _LayerDraft:
-    """A layer of the catalog that will be one side, with inputs of its own."""
-
-    plan: PlannedLayer
-    layer: Subject
-    call: Call
-    is_beside_layer: bool
-    """Whether the other side is a layer too, so that both have the same weights."""
-    must_run: bool
-    """Whether to run it at once: a file may contain tensors that a layer rejects."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of this side only."""
-        return self.plan.settings
-
-    def subject(self, call: Call) -> Subject:
-        """Return the layer with these arguments."""
-        return replace(self.layer, args=call.args, kwargs=call.kwargs)
-
-    def finer_subject(self, call: Call, beside: _BuiltSide) -> Subject:
-        """Return the layer with arguments, and beside another layer with weights, in the precision of that side."""
-        finer = self.subject(call)
-        if not self.is_beside_layer or beside.side.dtype == self.plan.spec.dtype:
+    def finer(self, call: Call, dtype: str) -> Subject:
+        """Return the subject with these arguments; a layer with weights in this dtype, if it is not empty."""
+        finer = self.called(call)
+        if self.plan is None or dtype in ("", self.plan.spec.dtype):
             return finer
-        spec = replace(self.plan.spec, dtype=cast("DtypeName", beside.side.dtype))
+        spec = replace(self.plan.spec, dtype=cast("DtypeName", dtype))
         return replace(finer, module=self.plan.kind.build(spec, self.plan.run.device))
 
 
 def _built(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None = None) -> _BuiltSide:
     """Build a side, with the forward's arguments of the side `beside` it, if there is one."""
     from ..call.call import explaining
+    from ..call.part import with_the_same
     from ..compare.diff import Side
 
-    draft: _TargetDraft | _LayerDraft
     if asked.is_target:
         draft = _drafted_target(options, asked, opposite, beside)
     else:
         draft = _drafted_layer(options, asked, opposite, beside)
-    call, finer = draft.call, None
+    call = draft.call
+    finer: Subject | None = None
     if beside is not None:
-        call, finer = _with_inputs_of(beside, draft)
-    side = Side(asked.name, draft.subject(call), draft.settings, finer)
-    if draft.must_run:
+        module = draft.subject.module
+        shared = beside.call, beside.side.subject.module
+        unrounded = with_the_same(draft.call, module, *shared, rounded=False)
+        call = with_the_same(draft.call, module, *shared)
+        # Beside a target a layer has the target's weights, as they are.
+        dtype = "" if opposite.is_target else beside.side.dtype
+        finer = draft.finer(unrounded, dtype)
+    side = Side(asked.name, draft.called(call), draft.settings, finer)
+    # An error of the user's code is explained as one of this side; a file may have tensors that a layer rejects.
+    if asked.is_target or options.input is not None:
         with explaining(side.subject):
             _ = side.run
     return _BuiltSide(side, call)
 
 
-def _with_inputs_of(beside: _BuiltSide, draft: _TargetDraft | _LayerDraft) -> tuple[Call, Subject]:
-    """Return the call of a side with the inputs of the other one, and the side in the precision of the other one."""
-    from ..call.part import with_the_same
-
-    module = draft.subject(draft.call).module
-    shared = beside.call, beside.side.subject.module
-    unrounded = with_the_same(draft.call, module, *shared, rounded=False)
-    finer = draft.finer_subject(unrounded, beside)
-    return with_the_same(draft.call, module, *shared), finer
-
-
-def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _TargetDraft:
+def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _Draft:
     """Load a target, or a module of it, and make its arguments."""
+    from ..call.load import subject_of
     from ..call.part import part_of, with_arguments_of
     from ..compare.diff import sizes_of
 
@@ -371,7 +307,8 @@ def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, bes
         raise SpecError(f"{error} For the other side only: --{opposite.name}-set causal=true.") from None
     if asked.path is not None:
         target, call = part_of(target, call, asked.path)
-    return _TargetDraft(target, call, asked.by_name, options.seed, set_options.grad)
+    made = subject_of(target, call, options.seed, set_options.grad)
+    return _Draft(made, call, asked.by_name, target=target)
 
 
 def _settings_taken_by(opposite: AskedSide) -> frozenset[str]:
@@ -381,23 +318,18 @@ def _settings_taken_by(opposite: AskedSide) -> frozenset[str]:
     return frozenset({"embed_dim", "num_heads", "bias"}) | opposite.kind.takes
 
 
-def _drafted_layer(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _LayerDraft:
+def _drafted_layer(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _Draft:
     """Build a layer of the catalog, and make its inputs."""
     from ..call.load import load_layer
     from ..call.part import call_with
 
     if beside is not None and opposite.is_target:
         options = _sized_like(options, asked.kind, beside)
-    plan = planned_layer(options, asked, asked.kind if opposite.is_target else opposite.kind)
-    layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.ignored)
+    plan = planned_layer(options, asked)
+    layer = load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name)
     origin = "" if beside is None else beside.call.origin
-    return _LayerDraft(
-        plan=plan,
-        layer=layer,
-        call=call_with(layer.module, layer.args, layer.kwargs, origin),
-        is_beside_layer=not opposite.is_target,
-        must_run=options.input is not None,
-    )
+    call = call_with(layer.module, layer.args, layer.kwargs, origin)
+    return _Draft(layer, call, plan.settings, plan=plan)
 
 
 def _sized_like(options: Options, kind: LayerKind, beside: _BuiltSide) -> Options:
@@ -414,7 +346,8 @@ def _sized_like(options: Options, kind: LayerKind, beside: _BuiltSide) -> Option
             f"the same input. Drop --embed-dim, or give {module} another size: --{beside.side.name}-set NAME=VALUE."
         )
     sized = copy(options)
-    for name, size in _fitting(kind, beside.side, width).items():
+    fitting = _fitting(kind, beside.side, width)
+    for name, size in fitting.items():
         is_of_this_layer = name not in OPTIONAL or name in kind.takes
         if name not in options.given or not is_of_this_layer:
             setattr(sized, name, size)

@@ -2,92 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import free_memory, limited_to_what_is_free
 from ..layers.catalog import LAYERS
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..layers.spec import Show
 from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
 from ..text import byte_size, did_you_mean, first_few, shown
 from .messages import does_not_fit
-from .options import FORMS, Options, counts, how_to_give_sizes, is_target
+from .options import Options, how_to_give_sizes, is_target
 from .output import print_and_export, say
 from .process import import_torch, resume_collection
-from .ranks import place, with_group
+from .ranks import place
 
 if TYPE_CHECKING:
     from ..call.call import Call, TargetFailedError
     from ..making.target import Target
     from ..reports.trace import Trace
     from ..running.subject import Subject
-
-
-def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads, each once. Raises `SpecError` if empty or not whole numbers."""
-    typed = counts("num_heads", options.num_heads)
-    if not typed:
-        raise SpecError("num_heads is empty: give the number of attention heads, e.g. --num-heads 8.")
-    return tuple(dict.fromkeys(typed))
-
-
-def single_head_count(options: Options, command: str) -> int:
-    """Return the number of --num-heads. Raises `SpecError` for a list, with the commands that take one."""
-    first, *more = head_counts(options)
-    if more:
-        raise SpecError(
-            f"num_heads {options.num_heads} is a list, but {command} takes one number, e.g. --num-heads {first}. "
-            f"To compare several: `mha-inspect params --num-heads {options.num_heads}` or `mha-inspect "
-            f"compare-heads --heads {options.num_heads}`."
-        )
-    return first
-
-
-def _same(spec: type, options: Options) -> dict[str, Any]:
-    """Return the values of options that have the name of a spec's field."""
-    return {field.name: getattr(options, field.name) for field in fields(spec) if hasattr(options, field.name)}
-
-
-def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the spec of the layer, with this head count. Raises `SpecError` if its sizes contradict each other."""
-    _require_seed(options)
-    settings = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train}
-    return LAYERS[options.layer].spec(**settings)
-
-
-def _require_seed(options: Options) -> None:
-    if not 0 <= options.seed < 2**64:
-        raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
-
-
-def inputs(options: Options) -> InputSpec:
-    """Return the spec of the inputs. Raises `SpecError` if their sizes contradict each other."""
-    return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
-
-
-def run(options: Options) -> RunSpec:
-    """Return how the layer is run."""
-    return RunSpec(**_same(RunSpec, options))
-
-
-def show(options: Options) -> Show:
-    """Return the numbers to report beyond shapes and axes."""
-    for_a_machine = options.json or options.ending == ".json"
-    return Show(**_same(Show, options), full_values=options.values and for_a_machine)
-
-
-def with_heads(options: Options, count: int) -> Options:
-    """Return the options with one head count, set as if by a variable: a target may ignore it."""
-    changed = copy.copy(options)
-    changed.num_heads = str(count)
-    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
-    return changed
 
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
@@ -102,20 +40,14 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
 
 def require_head_count(target: Target, command: str) -> None:
     """Raise `SpecError` if no argument of the target is a number of heads."""
-    if all(flag_of(name) != "num_heads" for name in target.arguments):
-        names = first_few([name for name in target.arguments if not name.startswith("_")], 12) or "none"
+    flags = [flag_of(name) for name in target.arguments]
+    if "num_heads" not in flags:
+        public = [name for name in target.arguments if not name.startswith("_")]
+        names = first_few(public, 12) or "none"
         raise SpecError(
             f"{target.name} takes no number of heads (its arguments: {names}), so {command} cannot vary it. "
             "Name a class or a function that takes one, e.g. as num_heads, n_head or nhead."
         )
-
-
-def flags(options: Options) -> Flags:
-    """Return the flags for the constructor of a target, with their sources. Raises `SpecError` for a list of heads."""
-    named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
-    named |= {"causal", "seq_len"}
-    values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
-    return Flags(values, options.given, options.typed)
 
 
 def check(text: str | None, options: Options, command: str) -> None:
@@ -124,13 +56,13 @@ def check(text: str | None, options: Options, command: str) -> None:
         check_target(text, options, command)
         return
     options.take_settings(command)
-    check_layer(options, [single_head_count(options, command)])
+    check_layer(options, [options.single_head_count(command)])
 
 
 def check_layer(options: Options, counts: Sequence[int]) -> None:
     """Check a layer with each of these head counts as far as possible."""
     for count in counts:
-        LAYERS[options.layer].check(attention(options, count), inputs(options), run(options))
+        LAYERS[options.layer].check(options.attention_spec(count), options.input_spec(), options.run_spec())
 
 
 def check_target(
@@ -144,51 +76,37 @@ def check_target(
     from ..making.settings import parse_shapes
 
     if not is_target(text):
-        _require_no_file(text)
-        _require_no_dotted_name(text)
-        raise SpecError(_no_target(text, command, beside_layer=beside_layer))
+        raise SpecError(_not_a_target(text, command))
     require_file(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
-    _require_seed(options)
+    options.require_seed()
     options.take_settings_of_run()
     parse_shapes(options.input_shape or [])
     if not many_heads:
-        flags(options)
+        options.flags()
 
 
-def _require_no_file(text: str) -> None:
-    """Raise `SpecError` if a text that should be a target is the path of a file that cannot be one."""
+def _not_a_target(text: str, command: str) -> str:
+    """Return the message for a text that does not have the form of a target."""
     from ..files.checkpoint import is_checkpoint
+    from ..making.importing import FORMS
 
     if is_checkpoint(text):
         if not Path(text).exists():
-            raise SpecError(f"{shown(text)} was not found. Give the path of an existing file.")
-        raise SpecError(
-            f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
-            f"{shown(text)}`."
-        )
+            return f"{shown(text)} was not found. Give the path of an existing file."
+        way = f"`mha-inspect params {shown(text)}`"
+        return f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use {way}."
     if Path(text).is_file():
-        raise SpecError(
+        return (
             f"{shown(text)} is not a supported file. Give Python, e.g. path/to/file.py:Name, or a "
             "checkpoint (.safetensors, .pt, .pth, .bin)."
         )
-
-
-def _require_no_dotted_name(text: str) -> None:
-    """Raise `SpecError` if a text is the name of a module as in Python, `package.module`."""
-    if "." not in text or not all(part.isidentifier() for part in text.split(".")):
-        return
-    raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
-
-
-def _no_target(text: str, command: str, *, beside_layer: bool) -> str:
-    """Return the message for a text that does not have the form of a target."""
-    way = how_to_give_sizes(command)
-    if text in LAYERS and not beside_layer:
-        way = f"for the layer of this name: mha-inspect {command} --layer {text}"
+    if "." in text and all(part.isidentifier() for part in text.split(".")):
+        return f"{shown(text)} is missing the name of a class. Write {text}:Name."
     near = did_you_mean(text, LAYERS)
-    return f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way[0].upper()}{way[1:]}."
+    way = how_to_give_sizes(command)
+    return f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way}."
 
 
 @contextmanager
@@ -214,10 +132,10 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         if trace is None or trace.failure is None:
             raise
         print_and_export(trace, options, None)
-        cause, failed_call = trace.failure.cause, cast("TargetFailedError", error)
-        if cause is None or failed_call.is_tried:
+        cause = trace.failure.cause
+        if cause is None:
             raise
-        raise failed_call.with_way(cause.explanation, cause.fix) from error
+        raise cast("TargetFailedError", error).with_way(cause.explanation, cause.fix) from error
 
 
 def _say_what_scores_take(options: Options) -> None:
@@ -281,46 +199,12 @@ def load(text: str | None, options: Options, tick: Tick = lambda words: None) ->
     from ..call.load import load_layer, subject_of
 
     if text is None:
-        spec = attention(options, single_head_count(options, "trace"))
-        return load_layer(spec, inputs(options), run(options), options.layer)
+        spec = options.attention_spec(options.single_head_count("trace"))
+        return load_layer(spec, options.input_spec(), options.run_spec(), options.layer)
     tick("importing and building it")
     target = load_target(text, options)
     tick("its forward")
     return subject_of(target, call_of(target, options, may_fail=True), options.seed, options.grad)
-
-
-_FEWER = (7, 5, 3)
-"""Numbers of tokens to try where a module may take fewer than usual, e.g. as many as it has positions."""
-_OF_LENGTHS = frozenset(("seq_len", "key_len", "input", "input_shape"))
-
-
-def load_with_fewer_tokens(text: str | None, options: Options, failed: Subject) -> Subject | None:
-    """Return the subject with fewer tokens, with which its forward runs; None if there is none, or the user chose them.
-
-    No tensor of the module has that size: a product of the wrong axes never runs with it, e.g. `q @ k`.
-    """
-    import torch
-
-    if text is None or not failed.guessed or options.typed & _OF_LENGTHS:
-        return None
-    sizes: set[int] = set()
-    for tensor in (*failed.module.parameters(), *failed.module.buffers()):
-        sizes.update(tensor.shape)
-    for length in _FEWER:
-        if length in sizes:
-            continue
-        try:
-            fewer = copy.copy(options)
-            fewer.seq_len = length
-            shorter = load(text, fewer)
-            with torch.no_grad(), shorter.apart() as fresh:
-                fresh.plain()
-        except Exception:  # code of the user may raise anything: the first error is shown
-            continue
-        usual = options.seq_len
-        note = f"The forward runs with {length} tokens and raises with {usual}: --seq-len {usual} shows why."
-        return replace(shorter, notes=(*shorter.notes, note))
-    return None
 
 
 def load_target(
@@ -340,10 +224,13 @@ def load_target(
     from ..making.target import TargetSpec
     from ..making.target import load_target as build
 
-    asked_flags = flags(options)
-    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
+    asked_flags = options.flags()
+    values = dict(asked_flags.values)
+    for name, size in (sizes or {}).items():
+        if name not in options.given:
+            values[name] = size
     spec = TargetSpec(
-        flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere), flag),
+        flags=Flags(values, options.given, options.typed - frozenset(elsewhere), flag),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,
@@ -351,17 +238,15 @@ def load_target(
     )
     settings = options.settings_by_name() | dict(side_settings or {})
     if not is_file_alone(text):
-        return with_group(lambda: build(text, settings, spec))
+        return build(text, settings, spec)
     if text not in options.chosen:
 
         def attends(target: Target) -> bool | None:
             return _attends(target, options)
 
-        options.chosen[text] = with_group(
-            lambda: choose_in_file(text, lambda name: build(name, settings, spec), attends)
-        )
+        options.chosen[text] = choose_in_file(text, lambda name: build(name, settings, spec), attends)
     chosen = options.chosen[text]
-    target = with_group(lambda: build(chosen.target, settings, spec))
+    target = build(chosen.target, settings, spec)
     return replace(target, notes=(*filter(None, [chosen.note]), *target.notes))
 
 
@@ -385,7 +270,7 @@ def call_of(target: Target, options: Options, like: Call | None = None, *, may_f
     from ..making.settings import parse_shapes
 
     shapes = parse_shapes(options.input_shape or [])
-    asked = Asked(inputs(options), flags(options), shapes, options.seed)
+    asked = Asked(options.input_spec(), options.flags(), shapes, options.seed)
     return call_target(target, asked, like=like, may_fail=may_fail)
 
 

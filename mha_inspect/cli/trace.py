@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
+from ..errors import ExitCode, ForwardError, SpecError
 from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
 from .app import STARTED, command
 from .help import PROGRAM
-from .options import TARGET, Options, completing, option, require_ranks, size, size_number, word_of
+from .options import TARGET, Options, completing, counts, option, require_ranks, size, size_number, word_of
 from .output import Drawn, checked_destination, print_and_export, require_drawable
 from .ranks import of_all_ranks, place, prints_answer
 
@@ -32,7 +31,7 @@ PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
 
 
 def _picture_typed(typed: str) -> str:
-    """Return the stage and the heads to draw as they were typed: `weights`, or `weights:0,3-5`."""
+    """Return the stage and the heads to draw as they were typed: `weights`, or `weights:0,3`."""
     word_of(STAGES)(typed.partition(":")[0])
     return typed
 
@@ -73,7 +72,7 @@ def trace(
     ),
     picture: str | None = option(
         PICTURE,
-        "Draw this stage, a heat map per head. E.g. weights, or weights:0,3-5 for some heads.",
+        "Draw this stage, a heat map per head. E.g. weights, or weights:0,3 for some heads.",
         metavar="STAGE[:HEADS]",
         parser=_picture_typed,
         autocompletion=completing(STAGES),
@@ -133,15 +132,7 @@ class _Asked:
         """Trace, print the page and write the file; return the trace."""
         options, wanted = self.options, self.wanted
         began = time.perf_counter() if self.watch else STARTED
-        try:
-            report, run = self._traced(keep=wanted is not None)
-        except DoesNotFitError as error:
-            if wanted is None or wanted.printed or options.ending != ".html":
-                raise
-            note = f"The page has no pictures, because their tensors do not fit in memory: {error}"
-            subject.print_notes([note], options)
-            wanted = None
-            report, run = self._traced(keep=False)
+        report, run = self._traced(keep=wanted is not None)
         report = self._with_patch(report, began)
         if run is None:  # every rank that raised prints its failure
             print_and_export(report, options, _unless_picture(self.export, options))
@@ -154,9 +145,10 @@ class _Asked:
 
     def _with_patch(self, report: Trace, began: float) -> Trace:
         """Return a trace with a patch of the target's file, where one call of one process shows what is wrong."""
-        is_one_call = self.decode is None and self.ranks is None and place() is None
-        is_wrong = report.failure is not None or any(finding.sure for finding in report.findings)
-        if not is_one_call or not is_wrong:
+        if self.decode is not None or self.ranks is not None or place() is not None:
+            return report
+        sure = [finding for finding in report.findings if finding.sure]
+        if report.failure is None and not sure:
             return report
         from ..checks.intent import Intent
         from .patch import patch_beside
@@ -170,8 +162,7 @@ class _Asked:
         """Return the report of one run, or of a decode loop, and the run; None for it if the forward raised."""
         options = self.options
         with subject.running(options, f"tracing {self.target or options.layer}") as tick:
-            from ..call.call import explaining, way_out
-            from ..questions.trace import traced
+            from ..call.call import explaining
 
             loaded = subject.load(self.target, options, tick)
             try:
@@ -179,18 +170,13 @@ class _Asked:
                     return self._recorded(loaded, keep=keep)
             except ForwardError as failed:
                 is_one_call = self.decode is None and self.ranks is None
-                # A rank that calls again alone would wait for the others.
-                may_be_shorter = is_one_call and place() is None
-                shorter = subject.load_with_fewer_tokens(self.target, options, loaded) if may_be_shorter else None
-                if shorter is not None:
-                    return traced(shorter, subject.show(options), keep=keep, judge=True)
                 is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-                hint = way_out(loaded) if is_one_call and not is_explained else ""
+                hint = loaded.hint if is_one_call and not is_explained else ""
                 return _with_notes(failed.trace, (*loaded.notes, hint)), None
 
     def _recorded(self, loaded: Subject, *, keep: bool) -> tuple[Trace, Run]:
         """Run a subject as it was asked for: by tokens, over ranks, or once."""
-        show = subject.show(self.options)
+        show = self.options.show()
         if self.decode is not None:
             from ..questions.decode import decoded
 
@@ -208,11 +194,11 @@ class _Asked:
 
 def _watched(asked: _Asked) -> ExitCode:
     """Answer on each save of the target's file, until Ctrl-C. Raises `SpecError` without a file."""
+    from ..making.importing import file_of
     from .watch import watched
 
-    name, colon, _ = (asked.target or "").partition(".py:")
-    file = Path(f"{name}.py" if colon else name)
-    if file.suffix != ".py" or not file.is_file():
+    file = file_of(asked.target or "")
+    if not file:
         raise SpecError(f"--watch needs a Python file, e.g. {PROGRAM} path/to/file.py --watch.")
 
     def verdict() -> str:
@@ -221,7 +207,7 @@ def _watched(asked: _Asked) -> ExitCode:
         said = verdict_of(asked.answer())
         return "" if said is None else said.text
 
-    return watched(verdict, file)
+    return watched(verdict, Path(file))
 
 
 def _unless_picture(export: Destination | None, options: Options) -> Destination | None:
@@ -307,21 +293,8 @@ def _wanted(options: Options, picture: str | None, tokens: str | None) -> Wanted
     if picture is not None or options.ending != ".html":
         require_drawable(options)
     stage, _, heads = (picture or "weights").partition(":")
-    return Wanted(stage, heads_of(heads) if heads else None, labels, picture is not None)
-
-
-def heads_of(typed: str) -> tuple[int, ...]:
-    """Return the heads that `0,3-5` names, each once. Raises `SpecError` for any other text."""
-    heads: list[int] = []
-    for part in typed.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        first, last = 1, 0
-        if match is not None:
-            first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise SpecError(f"head {shown(typed)} is not a list of heads: write e.g. --picture weights:0,3-5.")
-        heads += range(first, last + 1)
-    return tuple(dict.fromkeys(heads))
+    chosen = tuple(dict.fromkeys(counts("head", heads, f"--picture {stage}:0,3")))
+    return Wanted(stage, chosen or None, labels, picture is not None)
 
 
 def tokens_of(typed: str) -> tuple[str, ...]:

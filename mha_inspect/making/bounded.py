@@ -1,10 +1,10 @@
-"""Build a module, unless it is too large for this machine: then its size is found on meta, before it is built."""
+"""Build a module, unless it is too large for this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -33,75 +33,52 @@ def built(make: Callable[[], T], called: str, way: str) -> T:
     constructor is raised as it is.
     """
     try:
-        with _of_bounded_number(called), _ended_when_large():
+        with _bounded(called, _UNASKED):
             return make()
     except _LargeError:
-        require_room(make, called, way)
+        pass
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        require_room(make, called, way)
-        raise
-    with _of_bounded_number(called):
+    _require_room(make, called, way)
+    with _bounded(called):
         return make()
 
 
-def require_room(make: Callable[[], object], called: str, way: str) -> None:
+def _require_room(make: Callable[[], object], called: str, way: str) -> None:
     """Raise `DoesNotFitError` if the parameters of what a constructor makes take more memory than is free."""
     free = free_memory()
-    size = _size_on_meta(make)
-    if free is None or size is None or size <= free:
+    if free is None:
         return
-    raise DoesNotFitError(
-        f"{called} has parameters of {byte_size(size)}, and {byte_size(free)} of memory are free. {way}"
-    )
-
-
-def _size_on_meta(make: Callable[[], object]) -> int | None:
-    """Return the bytes of the parameters of what a constructor makes; None if it cannot be built on meta."""
-    sizes: dict[int, int] = {}
-
-    def registered(_: nn.Module, __: str, parameter: nn.Parameter) -> None:
-        if parameter is not None:
-            sizes[id(parameter)] = parameter.nbytes
-
-    hook = register_module_parameter_registration_hook(registered)
     try:
-        with torch.device("meta"):
-            made = make()  # a reference to it, so that no id is given twice
-        return sum(sizes.values()) if made is not None else None
+        with _bounded(called), torch.device("meta"):
+            made = make()
+    except DoesNotFitError:
+        raise
     except Exception:  # some constructors compute with their parameters
-        return None
-    finally:
-        hook.remove()
+        return
+    module = made[0] if isinstance(made, tuple) and made else made
+    size = sum(parameter.nbytes for parameter in module.parameters()) if isinstance(module, nn.Module) else 0
+    if size > free:
+        raise DoesNotFitError(
+            f"{called} has parameters of {byte_size(size)}, and {byte_size(free)} of memory are free. {way}"
+        )
 
 
 @contextmanager
-def _ended_when_large() -> Iterator[None]:
-    """End the block with `_LargeError` once modules in it have registered many bytes of parameters."""
-    total = 0
+def _bounded(called: str, most_bytes: float = inf) -> Iterator[None]:
+    """End a constructor with `_LargeError` at so many bytes, and with `DoesNotFitError` at too many parameters."""
+    count, size = 0, 0
 
-    def registered(_: nn.Module, __: str, parameter: nn.Parameter) -> None:
-        nonlocal total
+    def registered(_: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count, size
+        count += 1
         if parameter is not None and not parameter.is_meta:
-            total += parameter.nbytes
-        if total > _UNASKED:
+            size += parameter.nbytes
+        if size > most_bytes:
             raise _LargeError
-
-    hook = register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _of_bounded_number(called: str) -> Iterator[None]:
-    """Raise `DoesNotFitError` in a constructor that makes too many parameters: even on meta they take memory."""
-    numbers = count(1)
-
-    def registered(*_: object) -> None:
-        if next(numbers) > _MOST_PARAMETERS:
+        # Even on meta they take memory.
+        if count > _MOST_PARAMETERS:
             raise DoesNotFitError(
                 f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is the limit. "
                 "Give it fewer layers."

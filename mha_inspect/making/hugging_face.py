@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -35,7 +34,7 @@ from .arguments import settings_of_forward, unknown_setting
 from .bounded import built
 from .importing import in_one_line
 from .settings import convert
-from .vocabulary import ALIASES, Flags, dashed, named_for, plain
+from .vocabulary import ALIASES, Flags, dashed, named_for
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
@@ -74,9 +73,11 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
     source = _source(transformers, name, text)
     of_config = {key: value for key, value in settings.items() if key != _ATTENTION}
-    changes, left = _of_settings(source.config_class, source.values, of_config, flags.setting)
-    of_flags = _of_flags(source.config_class, source.values, changes, flags)
-    config = _config(source.config_class, {**_with_layers_cut(source.values, changes), **changes}, text)
+    changes = _Changes({}, {}, {})
+    changes.take_settings(source, of_config, flags.setting)
+    of_flags = changes.take_flags(source.config_class, flags)
+    values = {**_with_layers_cut(source.values, changes.values), **changes.values}
+    config = _config(source.config_class, values, text)
     extra = {_ATTENTION: settings[_ATTENTION]} if _ATTENTION in settings else {}
     model_class = _model_class(transformers, config, source.kind)
     module = _build(model_class, config, extra, source.weights, text, device, seed)
@@ -84,12 +85,14 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     if of_flags:
         notes.append(f"Configured with {', '.join(of_flags)}.")
     names = [*_setting_names(source.config_class), _ATTENTION]
+    for part, kind in _parts(source.config_class).items():
+        names += [f"{part}.{name}" for name in _setting_names(kind)]
     owner = f"the configuration of {source.kind}"
     return BuiltModel(
         module=module,
-        passed=_passed(changes),
+        passed=changes.passed,
         notes=tuple(notes),
-        forward_settings=settings_of_forward(module, left, names, owner, {}, flags.setting),
+        forward_settings=settings_of_forward(module, changes.left, names, owner, {}, flags.setting),
     )
 
 
@@ -125,18 +128,6 @@ def _origin_of_weights(source: _Source, device: str, seed: int) -> str:
     if source.weights:
         return "with the weights of the directory"
     return f"with random weights from seed {seed}"
-
-
-def _passed(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that were changed in a configuration, those in a part by their path: `text_config.dim`."""
-    passed = {name: value for name, value in changes.items() if not isinstance(value, dict)}
-    for part, inner in changes.items():
-        if not isinstance(inner, dict):
-            continue
-        for name, value in inner.items():
-            if not isinstance(value, (dict, list)):
-                passed[f"{part}.{name}"] = value
-    return passed
 
 
 def _transformers() -> ModuleType:
@@ -194,12 +185,10 @@ def _class_of_file(transformers: ModuleType, kind: str, text: str, values: Mappi
 
 
 def _class_of_type(transformers: ModuleType, kind: str) -> Any:
-    """Return the configuration class of a type that the user names, in any spelling: `GPT-2` for `gpt2`."""
+    """Return the configuration class of a type that the user names."""
     kinds = sorted(transformers.CONFIG_MAPPING.keys())
-    spelled = {plain(name.replace("-", "_")): name for name in kinds}
-    name = kind if kind in kinds else spelled.get(plain(kind.replace("-", "_")))
-    if name is not None:
-        return transformers.CONFIG_MAPPING[name]
+    if kind in kinds:
+        return transformers.CONFIG_MAPPING[kind]
     if kind.startswith((".", "/", "~")):
         raise InputError(
             f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, e.g. hf:bert."
@@ -217,113 +206,75 @@ def _class_of_type(transformers: ModuleType, kind: str) -> Any:
 
 
 def _setting_names(config_class: Any) -> list[str]:
-    """Return every name that --set could give a configuration, with names of all configurations last."""
-    names: list[str] = []
+    """Return every name that --set could give a configuration: empty for a part of any type."""
+    names = list(getattr(config_class, "attribute_map", {}))
     if dataclasses.is_dataclass(config_class):
-        names = [field.name for field in dataclasses.fields(config_class)]
-    of_this_type = vars(config_class).get("__annotations__", {})
-    special = [name for name in names if name in of_this_type]
-    renamed = getattr(config_class, "attribute_map", {})
-    public: dict[str, None] = {}
-    for name in (*special, *renamed, *names):
-        if not name.startswith("_"):
-            public[name] = None
-    return list(public)
+        fields = [field.name for field in dataclasses.fields(config_class)]
+        # Those of this type first, then those of every configuration.
+        of_this_type = vars(config_class).get("__annotations__", {})
+        names += sorted(fields, key=lambda name: name not in of_this_type)
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
 def _mapped(config_class: Any, name: str) -> str:
     return str(getattr(config_class, "attribute_map", {}).get(name, name))
 
 
-def _of_settings(
-    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], flag: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of a configuration by name, and the settings that it does not have."""
-    changes: dict[str, Any] = {}
-    left: dict[str, str] = {}
-    for key, text in settings.items():
-        owners = _owners(config_class, key, flag)
-        if not owners:
-            left[key] = text
-        for owner in owners:
-            into = changes
-            if owner.part:
-                into = changes.setdefault(owner.part, dict(values.get(owner.part) or {}))
-            name = _mapped(owner.config_class, owner.name)
-            default = getattr(owner.config_class, name, Parameter.empty)
-            into[name] = convert(key, text, Any, default, {}, flag)
-    return changes, left
+def _parts(config_class: Any) -> Mapping[str, Any]:
+    """Return the classes of the parts of a configuration by name: `text_config`."""
+    return getattr(config_class, "sub_configs", None) or {}
 
 
 @dataclass(frozen=True)
-class _Owner:
-    """A configuration that has a setting."""
+class _Changes:
+    """The values that the user gave a configuration."""
 
-    part: str
-    """The part of the whole configuration: `text_config`; empty for the whole."""
-    config_class: Any
-    name: str
-    """The setting, without the part."""
+    values: dict[str, Any]
+    """By the names of the configuration; those of a part are in a dictionary."""
+    passed: dict[str, Any]
+    """The same by the names of the user, those of a part by their path: `text_config.num_hidden_layers`."""
+    left: dict[str, str]
+    """The settings that the configuration does not have."""
 
+    def take_settings(self, source: _Source, settings: Mapping[str, str], flag: str) -> None:
+        """Take the settings of the configuration, or of a part before a point.
 
-def _owners(config_class: Any, key: str, flag: str) -> list[_Owner]:
-    """Return the configurations that a setting is for: the whole, a part before a point, or all parts that have it.
+        Raises `SpecError` if the part before the point does not have it.
+        """
+        for key, text in settings.items():
+            part, _, name = key.rpartition(".")
+            owner, into = source.config_class, self.values
+            if part in _parts(source.config_class):
+                owner = _parts(source.config_class)[part]
+                names = _setting_names(owner)
+                if name not in names:
+                    raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in names], part, flag))
+                into = self.values.setdefault(part, dict(source.values.get(part) or {}))
+            elif key not in _setting_names(owner):
+                self.left[key] = text
+                continue
+            mapped = _mapped(owner, name)
+            default = getattr(owner, mapped, Parameter.empty)
+            into[mapped] = convert(key, text, Any, default, {}, flag)
+            self.passed[key] = into[mapped]
 
-    Raises `SpecError` if the part before the point does not have it.
-    """
-    parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
-    part, _, name = key.partition(".")
-    is_dotted = "." in key and part in parts
-    if is_dotted:
-        names = _names_of_part(parts[part])
-        if name not in names:
-            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in names], part, flag))
-    if key in _setting_names(config_class):
-        return [_Owner("", config_class, key)]
-    if is_dotted:
-        return [_Owner(part, parts[part], name)]
-    owners: list[_Owner] = []
-    for part, kind in parts.items():
-        if key in _names_of_part(kind):
-            owners.append(_Owner(part, kind, key))
-    return owners
-
-
-def _names_of_part(config_class: Any) -> list[str]:
-    """Return the settings of a part of a configuration; empty for a part of any type."""
-    return _setting_names(config_class) if hasattr(config_class, "model_type") else []
-
-
-def _of_flags(config_class: Any, values: Mapping[str, Any], changes: dict[str, Any], flags: Flags) -> list[str]:
-    """Add the values of flags to the `changes` of a configuration; return in words which were added."""
-    names = _setting_names(config_class)
-    said: list[str] = []
-    for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
-        matching = named_for(flag, names)
-        if not matching:
-            if flag in flags.typed:
+    def take_flags(self, config_class: Any, flags: Flags) -> list[str]:
+        """Take the values of flags; return in words which were taken."""
+        names = _setting_names(config_class)
+        said: list[str] = []
+        for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
+            matching = named_for(flag, names)
+            if not matching and flag in flags.typed:
                 raise SpecError(
                     f"the configuration {config_class.__name__} has no setting for {dashed(flag)}. Name the setting: "
                     f"{flags.setting} NAME=VALUE."
                 )
-            continue
-        name = _mapped(config_class, matching[0])
-        if name not in changes:
-            changes[name] = flags.value(flag)
+            if not matching or _mapped(config_class, matching[0]) in self.values:
+                continue
+            self.values[_mapped(config_class, matching[0])] = flags.value(flag)
+            self.passed[matching[0]] = flags.value(flag)
             said.append(f"{matching[0]}={flags.value(flag)} ({dashed(flag)})")
-    added = _vocabulary_for(config_class, values, changes)
-    changes |= added
-    return said + [f"{name}={value} (it had none)" for name, value in added.items()]
-
-
-def _vocabulary_for(config_class: Any, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, int]:
-    """Return a small vocabulary for a type whose configuration has none by default, where none is given."""
-    with suppress(Exception):  # a configuration may have no defaults
-        default = config_class()
-        given = values.get("vocab_size", changes.get("vocab_size"))
-        if default.vocab_size is None and given is None:
-            return {"vocab_size": 32, "pad_token_id": 0} if default.pad_token_id is None else {"vocab_size": 32}
-    return {}
+        return said
 
 
 def _with_layers_cut(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..errors import InputError
 from ..files.tensors import opened
 from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 
-FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
+FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHONS = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -69,14 +69,22 @@ def require_file(target: str) -> None:
     """Raise `InputError` if a target has no valid form, or names a file that is not there. Nothing is imported."""
     if target.startswith("hf:"):
         return
-    where = target if is_file_alone(target) else split_target(target)[0]
-    if where.endswith(".py") and not os.path.isfile(where):
-        raise InputError(_no_file(where))
+    if not is_file_alone(target):
+        split_target(target)
+    file = file_of(target)
+    if file and not os.path.isfile(file):
+        raise InputError(_no_file(file))
 
 
 def is_file_alone(text: str) -> bool:
     """Return whether a target is a Python file without the name of a class: `model.py`."""
     return text.endswith(".py") and ":" not in text
+
+
+def file_of(target: str) -> str:
+    """Return the Python file that a target names; empty if it names a module or a model."""
+    where = target if is_file_alone(target) else target.rpartition(":")[0]
+    return where if where.endswith(".py") else ""
 
 
 def names_in_file(path: Path) -> list[str]:

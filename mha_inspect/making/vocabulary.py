@@ -39,6 +39,10 @@ _NAMES: dict[str, str] = {
 }
 ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.items()}
 """Flag to the names of arguments of the same meaning, the most specific first."""
+VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
+CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
+IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
+"""Names of the sizes of inputs that have no flag."""
 
 
 SET_BY_NAME = ("head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn", "dropout")
@@ -153,6 +157,12 @@ _KINDS: dict[Kind, str] = {
 _KIND_OF = {plain(name): kind for kind, names in _KINDS.items() for name in names.split()}
 
 
+ENCODED = ("src", "source", "inputids", "xids", "srcids")
+DECODED = ("tgt", "trg", "decoderinputids", "target")
+"""Plain names of the inputs of an encoder and of a decoder, where a forward takes both."""
+MASKS_OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
+MASKS_OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
+"""Plain names of masks, the most specific first."""
 _SIZES_OF_IMAGES = ("H", "W", "height", "width")
 """Height and width of an image whose pixels are a sequence; `h` is a hidden state."""
 

@@ -230,12 +230,6 @@ class Counting(Attention):
         return self.attended(x)
 
 
-class Trains(Attention):
-    def forward(self, x):
-        assert self.training, "in training mode alone"
-        return self.attended(x)
-
-
 class Dropping(Attention):
     def forward(self, x):
         return nn.functional.dropout(self.attended(x), training=self.training)

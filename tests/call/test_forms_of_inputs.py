@@ -23,10 +23,6 @@ _FORMS = {
     "        return self.attend(image.reshape(b, -1, d))",
     "channels first": "def forward(self, x):\n        b, d, n = x.shape\n        assert d == 12\n"
     "        return self.attend(x.mT)",
-    "the width of a recurrent layer": "def __init__(self, embed_dim=12, num_heads=3):\n"
-    "        super().__init__(embed_dim, num_heads)\n"
-    "        self.before = torch.nn.LSTM(20, embed_dim, batch_first=True)\n"
-    "    def forward(self, x):\n        return self.attend(self.before(x)[0])",
     "unbatched": "def forward(self, tokens):\n        n, d = tokens.shape\n        return self.attend(tokens[None])",
     "heads": "def forward(self, queries, keys, values):\n        b, h, n, d = queries.shape\n"
     "        return (queries @ keys.mT / d**0.5).softmax(-1) @ values",
@@ -78,14 +74,11 @@ def test_inputs_of_one_form_clash_by_what_the_module_does(
     assert "guessed" not in line
 
 
-def test_fewer_tokens_are_given_where_a_module_has_fewer_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forward = "def forward(self, x):\n        places = torch.zeros(1, 8, 12)\n"
-    forward += "        return self.attend(x + places[:, : x.shape[1]])"
-    code, page = traced(tmp_path, forward, capsys)
-    assert code == 0
-    assert "runs with 7 tokens and raises with 12" in page
+def test_a_table_of_positions_makes_no_image_of_the_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "def __init__(self):\n        super().__init__()\n        self.places = torch.nn.Embedding(8, 12)\n"
+    forward += "    def forward(self, x):\n        return self.attend(x + self.places(torch.arange(x.shape[1])))"
+    line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
+    assert "numbers from 0 to 11" in line
 
 
 def test_an_array_is_given_by_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

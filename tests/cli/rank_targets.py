@@ -36,11 +36,6 @@ def sharded() -> Made:
     return parallelize_module(Attention(fused=False), mesh, PLAN), (X,)
 
 
-def in_its_own_group() -> Made:
-    dist.init_process_group("gloo")
-    return sharded()
-
-
 def fails_beside_a_barrier() -> Made:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:

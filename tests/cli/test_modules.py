@@ -100,7 +100,6 @@ def test_params_without_a_run_has_the_table_and_says_why(invoke: Program, target
             "params torch.nn:MultiheadAttention --num-heads 1,5 --embed-dim 14",
             "embed_dim must be divisible by num_heads",
         ),
-        ("trace hf:gpt2 --cache past_key_values", "no option --cache any more: the argument of the cache is found."),
     ],
 )
 def test_what_cannot_be_called_so(invoke: Program, line: str, said: str) -> None:
@@ -346,7 +345,7 @@ def test_nothing_is_concluded_from_unrelated_weights(invoke: Program) -> None:
     [
         ("torch narow", "Did you mean narrow?"),
         ("torch bert --layer narrow", "layer narrow is a third layer beside torch and bert"),
-        ("torch split-heads --set kdim=7", "the same sizes"),
+        ("torch split-heads --set kdim=7", "layer split-heads does not take kdim 7"),
         ("torch wide", "Try --set head_dim=7."),
         ("torch --left-set seq_len=7", "--left-set seq_len affects both sides"),
         ("torch --right-set dtyp=float16", "Did you mean dtype?"),

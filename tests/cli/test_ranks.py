@@ -125,16 +125,6 @@ def test_bad_input_is_a_line_of_each_rank(ran: dict[str, Any]) -> None:
         assert "check runs in one process. Start it without torchrun, or use trace." in line
 
 
-def test_a_target_that_needs_ranks_says_how_to_start_them(
-    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    answer = invoke("trace", f"{TARGETS}:in_its_own_group")
-    assert (answer.code, answer.out) == (2, "")
-    assert "Only one process is running: start the command with torchrun" in answer.err
-
-
 @pytest.mark.parametrize(("rank", "world"), [("0", "1"), ("0", "many"), ("first", "2"), ("", "2")])
 def test_a_command_runs_alone_where_the_environment_has_no_ranks(
     monkeypatch: pytest.MonkeyPatch, rank: str, world: str

@@ -30,7 +30,7 @@ WORDS = {
     "--set": ["x=1", "=", "depth", "a.b=2", "dim_feedforward=7", "dropout=2", "batch_first=True", "dtype=int8"],
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999", "src=3x2x12", "query=2x3x12:float64"],
     "--attention": ["1", "layers.0", "self_attn", "99"],
-    "--picture": ["weights", "scores:0", "q_heads:0-9", "output:1-0"],
+    "--picture": ["weights", "scores:0", "q_heads:0,9", "output:1-0"],
     "--ranks": ["1", "2", "2:plan.json", ":"],
     "--tokens": ["a,b,c", "nothing.txt", ","],
     "--like": ["torch", "torch.nn:MultiheadAttention", "hf:", "x.pt"],

@@ -126,21 +126,3 @@ def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
     (attention,) = data["attentions"]
     assert attention["stages"] == []
     assert [stage["name"] for stage in attention["flow"]["stages"]][-2:] == ["concat", "output"]
-
-
-def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
-    from mha_inspect.questions import trace
-
-    real = trace.traced
-
-    def traced(subject, show, *, keep=False, judge=False):
-        if keep:
-            raise RuntimeError("can't allocate memory: you tried to allocate 3 bytes.")
-        return real(subject, show, keep=keep, judge=judge)
-
-    monkeypatch.setattr(trace, "traced", traced)
-    code, _, err = invoke(*LINE, "--export", str(tmp_path / "a.html"))
-    assert code == 0
-    assert "The page has no pictures, because their tensors do not fit in memory: out of memory: you tried to" in err
-    assert "mha-viewer" not in (tmp_path / "a.html").read_text()
-    assert invoke(*LINE, "--picture", "weights").code == 3

@@ -67,7 +67,7 @@ def test_what_is_drawn_are_torchs_weights(invoke, monkeypatch, causal, depth):
 def test_chosen_heads_and_labels(invoke, tmp_path):
     tokens = tmp_path / "tokens.txt"
     tokens.write_text("one\ntwo\nthree\nfour\nfive\nsix\nse\u202even\n", encoding="utf-8")
-    out = invoke(*LINE[:-1], "weights:2,0-1", "--tokens", str(tokens)).out
+    out = invoke(*LINE[:-1], "weights:2,0,1", "--tokens", str(tokens)).out
     assert re.findall(r"head \d", out) == ["head 2", "head 0", "head 1"]
     assert re.search(r"^ +three [.:=+*#%@-]{14}  ", out, re.M)
     assert "\u202e" not in out
@@ -86,7 +86,7 @@ def test_several_attentions(invoke):
     ("more", "said"),
     [
         (("--picture", "weights:3"), "head 3 does not exist: weights has 3, counted from 0."),
-        (("--picture", "weights:x"), "head x is not a list of heads"),
+        (("--picture", "weights:x"), "head x is not a whole number or a list of them"),
         (("--tokens", "a,b"), "2 tokens fit no axis of weights"),
         (("--json",), "--picture draws, but --json has no pictures."),
         (("--device", "meta"), "device meta has shapes and no numbers to draw."),

@@ -66,7 +66,7 @@ def test_weights_are_those_that_were_drawn_bit_for_bit(layer):
     """The oracle: the places that each layer declares, into which the same numbers are put."""
     left = "wide" if layer == "wide" else "torch"
     options, *asked = planned(left, layer, SPEC, INPUTS, RunSpec(), {}, {"bias": False})
-    sides = [planned_layer(options, side, side.kind) for side in asked]
+    sides = [planned_layer(options, side) for side in asked]
     built = runs(options, *asked)
     share(*built)
     weights = canonical_weights(sides[0].spec)
@@ -122,7 +122,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads():
 
 
 def test_appended_keys_leave_nothing_to_subtract_and_say_so():
-    report = diff("torch", "per-head", add_bias_kv=True)
+    report = diff("torch", "per-head", left_set={"add_bias_kv": True})
     row = stage(report, "k_heads")
     assert (row.verdict, row.max_abs_difference) == ("differs", None)
     assert "[2, 3, 8, 11] and [2, 3, 7, 11]" in row.note
