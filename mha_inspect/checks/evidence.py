@@ -29,7 +29,7 @@ from .factors import first_key
 from .intent import Intent
 from .lab import Lab, NotPossibleError, RaisedError, Scene, errors_of_forward
 from .outputs import apart, output_of_tokens
-from .padded_tokens import padded_tokens
+from .padded_tokens import dropped_tokens, hidden_tokens, marked_tokens
 from .seen_keys import SeenKeys
 from .sight import sights_of
 
@@ -98,7 +98,15 @@ class Evidence:
     @cached_property
     def padded(self) -> Tensor | None:
         """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
-        return padded_tokens(self)
+        if not self.sources:
+            return None
+        source = self.sources[0]
+        hidden = hidden_tokens(self, source, self.values, self.intent)
+        is_nested = any("nested" in op.base_name for op in self.run.recording.ops)
+        if hidden is not None or self.on_meta or not is_nested or not self.follows or source.batch is None:
+            return hidden
+        output = self.output.movedim(source.axes, (0, 1)).cpu()
+        return dropped_tokens(output, marked_tokens(source, self.values))
 
     @cached_property
     def leaves(self) -> dict[int, Tensor]:

@@ -2,55 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compare.replay import Recorded
 from .arguments import Source
 from .factors import first_key
+from .intent import Intent
 from .sight import sights_of
 
-if TYPE_CHECKING:
-    from .evidence import Evidence
 
+def hidden_tokens(recorded: Recorded, source: Source, values: Mapping[str, Any], intent: Intent) -> Tensor | None:
+    """Return the tokens, `batch position`, that an argument marks and no other query sees; None if none are.
 
-def padded_tokens(evidence: Evidence) -> Tensor | None:
-    """Return the tokens, `batch position`, that an argument marks and no other query sees; None if none are."""
-    if not evidence.sources:
-        return None
-    source = evidence.sources[0]
-    declared = _declared_padding(evidence, source)
-    marked = list(_marked(evidence, source))
+    `values` are the arguments by name.
+    """
+    declared = _declared_padding(source, values, intent)
+    marked = list(marked_tokens(source, values))
     if declared is None and not marked:
         return None
-    seen = _seen_without_padding(evidence, source)
-    hidden = _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
-    if hidden is not None:
-        return hidden
+    seen = _seen_without_padding(recorded, source)
+    return _first_hidden(marked, seen) if declared is None else _unseen(declared, seen)
+
+
+def dropped_tokens(output: Tensor, marked: Iterator[Tensor]) -> Tensor | None:
+    """Return the marked tokens that nested tensors leave out: all of them, and no others, have one output.
+
+    `output` is `batch position ...`, and the tokens are `batch position`. None if none are.
+    """
     for pads in marked:
-        if _is_dropped(evidence, pads):
+        if not bool(pads.any()):
+            continue
+        filled = output[pads][0]
+        if torch.equal((output == filled).flatten(2).all(2), pads):
             return pads
     return None
 
 
-def _seen_without_padding(evidence: Evidence, source: Source) -> list[Tensor]:
+def _seen_without_padding(recorded: Recorded, source: Source) -> list[Tensor]:
     """Return who sees whom in each attention over all tokens, `batch query key`, where no token is padding."""
     shape = (source.rows, source.length, source.length)
     seen = []
-    for sight in sights_of(evidence, partial(first_key, evidence)):
+    for sight in sights_of(recorded, partial(first_key, recorded)):
         if sight.seen.shape == shape:
             seen.append(sight.seen)
     return seen
 
 
-def _declared_padding(evidence: Evidence, source: Source) -> Tensor | None:
+def _declared_padding(source: Source, values: Mapping[str, Any], intent: Intent) -> Tensor | None:
     """Return the tokens, `batch position`, that a declared mask marks as padding; None without such a mask."""
-    mask = evidence.values.get(evidence.intent.padding or "")
-    means = evidence.intent.padding_true
+    mask = values.get(intent.padding or "")
+    means = intent.padding_true
     if not means or not isinstance(mask, Tensor):
         return None
     if mask.shape != (source.rows, source.length):
@@ -62,10 +69,10 @@ def _declared_padding(evidence: Evidence, source: Source) -> Tensor | None:
     return is_set.cpu() if means == "ignore" else ~is_set.cpu()
 
 
-def _marked(evidence: Evidence, source: Source) -> Iterator[Tensor]:
+def marked_tokens(source: Source, values: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tokens, `batch position`, with one of the two values of an argument."""
     shape = (source.rows, source.length)
-    for name, value in evidence.values.items():
+    for name, value in values.items():
         if name in source.names or not isinstance(value, Tensor):
             continue
         if value.numel() != prod(shape) or value.is_complex():
@@ -75,17 +82,6 @@ def _marked(evidence: Evidence, source: Source) -> Iterator[Tensor]:
             continue
         for mark in marks:
             yield (value == mark).reshape(shape).cpu()
-
-
-def _is_dropped(evidence: Evidence, pads: Tensor) -> bool:
-    """Return whether nested tensors leave these tokens out: all of them, and no others, have one output."""
-    if not any("nested" in op.base_name for op in evidence.run.recording.ops):
-        return False
-    if evidence.on_meta or not evidence.follows or evidence.source.batch is None or not bool(pads.any()):
-        return False
-    output = evidence.output.movedim(evidence.source.axes, (0, 1)).cpu()
-    filled = output[pads][0]
-    return torch.equal((output == filled).flatten(2).all(2), pads)
 
 
 def _leaves_tokens(pads: Tensor) -> bool:

@@ -191,8 +191,10 @@ def _last_weights(run: Run, attention: Attention) -> TensorRef:
     if StageFacts(run.graph, attention, {}).drops():
         return weights
     for op in attention.weights_path:
-        if op.output.shape == weights.shape:
-            weights = op.output
+        stays = op.pointwise or op.base_name.rstrip("_") in ("tril", "triu")
+        if not stays or op.output.shape != weights.shape:
+            break  # what is moved is no longer in the order of queries and keys
+        weights = op.output
     return weights
 
 

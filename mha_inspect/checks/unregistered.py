@@ -12,7 +12,7 @@ from ..text import listed, plural
 from .evidence import Evidence
 
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
-"""Attributes in which a module holds what it has registered."""
+"""Attributes that have what a module registered."""
 
 
 def unregistered(evidence: Evidence) -> Iterator[Finding]:

@@ -262,7 +262,7 @@ def _moved_tokens(evidence: Evidence) -> Finding | None:
             return None
         return sight.finding(
             "causal",
-            "The causal mask is laid over tokens in another order, e.g. rolled or flipped ones.",
+            "The causal mask is applied to tokens in another order, e.g. rolled or flipped ones.",
             f"The last token is query {row} of {length}, so what the mask takes for later tokens are others.",
             "Put the tokens in their order before the mask, and move what is put back after it.",
         )
