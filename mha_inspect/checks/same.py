@@ -24,7 +24,7 @@ from ..text import first_line
 from .cache_loop import continues
 from .evidence import OTHER_SIZES, Evidence
 from .factors import first_key
-from .lab import NotPossibleError, UndeclaredError
+from .lab import NotPossibleError, RaisedError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
@@ -93,7 +93,11 @@ def training(evidence: Evidence) -> Iterator[Finding]:
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm uses different statistics in train")
     with evidence.lab.changed_by(nn.Module.train), WithoutDropout() as mode:
-        output = evidence.output_with({})
+        try:
+            output = evidence.output_with({})
+        except RaisedError as error:
+            yield _raises_in_training(error)
+            return
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:
             evidence.notes.extend(_of_padded_outputs(evidence, output))
@@ -101,6 +105,16 @@ def training(evidence: Evidence) -> Iterator[Finding]:
         if mode.has_drawn or evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
             raise NotPossibleError("the forward draws random numbers in train by other functions than dropout")
     yield _of_modes(evidence, apart)
+
+
+def _raises_in_training(error: RaisedError) -> Finding:
+    """Return the suspicion that a forward cannot be trained: it may need what is given in training alone."""
+    return Finding(
+        "training",
+        "The forward raises in training mode, and not in eval mode, with the same input.",
+        " ".join(str(error).split()),
+        sure=False,
+    )
 
 
 def _of_modes(evidence: Evidence, apart: float) -> Finding:

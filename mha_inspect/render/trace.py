@@ -253,11 +253,9 @@ def _sequence_first(stages: Iterable[Stage]) -> Iterator[str]:
         return
     first = turned[0]
     last = turned[-1]
-    is_inside_torch = first.op is not None and first.op.source.startswith("torch/")
-    layout = "torch works sequence-first inside" if is_inside_torch else "sequence-first"
     yield (
-        f"From {first.name} to {last.name}, positions come before the batch ({layout}): {text.shape(first.shape)} is "
-        f"{first.axes}."
+        f"From {first.name} to {last.name}, positions come before the batch (sequence-first): "
+        f"{text.shape(first.shape)} is {first.axes}."
     )
 
 

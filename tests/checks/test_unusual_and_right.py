@@ -201,3 +201,17 @@ def test_tokens_that_are_moved_before_the_mask_are_named() -> None:
     assert finding.sure
     assert "in another order" in finding.sentence
     assert finding.evidence.startswith("The last token is query 1 of 12")
+
+
+class ViewsInTraining(Right):
+    """A mistake: with dropout the result is no longer contiguous, and a view of it raises."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        result = super().forward(x)
+        return result.mT.view(x.shape) if self.training else result
+
+
+def test_what_raises_in_training_alone_is_no_input_that_was_changed() -> None:
+    (finding,) = checked(ViewsInTraining(masked(lambda far: far > -99))).findings
+    assert finding.check == "training"
+    assert finding.sentence.startswith("The forward raises in training mode")

@@ -189,6 +189,8 @@ def _fix_of(op: Op) -> str:
     """Return the one permutation before or after the reshape with which dimensions stay whole; empty without one."""
     before, after = op.inputs[0].shape, op.output.shape
     order = _order(before, after)
+    if _may_be_patches(before, after) or _may_be_patches(after, before):
+        return "Split the height and the width first, and permute: (H/p, p, W/p, p) to (H/p, W/p, p, p) and back."
     if order is not None:
         return f"Use permute{order} before the reshape."
     order = _order(after, before)
@@ -197,6 +199,19 @@ def _fix_of(op: Op) -> str:
     sizes = tuple(after[dim] for dim in order)
     back = tuple(int(place) for place in np.argsort(order))
     return f"Use reshape{sizes}, then permute{back}."
+
+
+def _may_be_patches(image: Sequence[int], pieces: Sequence[int]) -> bool:
+    """Return whether a square image may be cut into square pieces, of as many places or as many pieces.
+
+    >>> _may_be_patches((2, 3, 16, 16), (2, 16, 48)), _may_be_patches((2, 32, 4, 4), (2, 16, 32))
+    (True, False)
+    """
+    for height, width in pairwise(image):
+        for side in range(2, height if height == width else 0):
+            if height % side == 0 and ({side**2, (height // side) ** 2} & {*pieces}):
+                return True
+    return False
 
 
 def _keeps_whole(before: Sequence[int], after: Sequence[int]) -> bool:
