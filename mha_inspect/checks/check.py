@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from ..text import first_few, plural
 from .arguments import Arguments, require_apart
 from .evidence import Evidence, evidence_of
 from .given import without_effect
+from .gradients import without_part
 from .intent import CHECKS, Intent, chosen_checks
 from .lab import Lab, NotPossibleError, RaisedError
 from .ladders import ladder_facts
@@ -125,9 +127,13 @@ def _results_of_all(evidence: Evidence, names: Sequence[str]) -> list[_Result]:
 
 def _without_attention(evidence: Evidence) -> Iterator[Finding]:
     """Yield what is wrong with weights where no attention was found."""
-    yield from lone_softmaxes(evidence)
+    lone = list(lone_softmaxes(evidence))
+    yield from lone
     if evidence.on_meta:
         return
+    if not evidence.once and not lone:
+        with suppress(NotPossibleError):
+            yield from without_part(evidence)
     found = linear_weights(evidence)
     if found is not None:
         yield from not_divided_rightly(found)

@@ -21,6 +21,8 @@ from .readers import Readers, weight_of
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes in which small gradients do not underflow to zero."""
+_NO_PART = 1e-6
+"""A gradient that is smaller than the largest by this factor is rounding."""
 _SHOWN = 4
 """The largest number of parameters to name."""
 
@@ -272,6 +274,44 @@ def _has_custom_backward(outputs: Sequence[Tensor]) -> bool:
                 visited.add(following)
                 queue.append(following)
     return False
+
+
+def without_part(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the projections on which an output depends only in form: their gradients are 0 but for rounding.
+
+    So it is where weights that sum to 1 are summed before they are multiplied by the values. A parameter of zeros, e.g.
+    a gate before training, explains it too.
+    """
+    parameters = dict(evidence.subject.module.named_parameters())
+    if any(not bool(parameter.any()) for parameter in parameters.values()):
+        return
+    weights = [weight_of(evidence, op) for op in evidence.run.recording.ops if evidence.run.graph.is_projection(op)]
+    projections = {weight.name for weight in weights if weight is not None and weight.is_whole}
+    wanted = {name: parameters[name] for name in projections if parameters[name].requires_grad}
+    sizes = {}
+    for name, gradient in _backward(evidence, wanted).gradients.items():
+        if gradient is not None:
+            sizes[name] = gradient.abs().flatten(1).amax(1)
+    largest = max((float(size.max()) for size in sizes.values()), default=0.0)
+    names = [_features_of(name, size <= _NO_PART * largest) for name, size in sizes.items()]
+    names = [name for name in names if name]
+    if not names:
+        return
+    yield Finding(
+        "parameters",
+        f"The output is the same with any numbers in {first_few(names, _SHOWN)}.",
+        "The gradients of a random weighted sum of the output are 0 there, and not in other matrices.",
+        sure=False,
+        fix="Check what is summed: weights that are summed over the keys before the values are 1.",
+    )
+
+
+def _features_of(name: str, without: Tensor) -> str:
+    """Return the name of a matrix, or of its marked output features if they are a third or more; else empty."""
+    marked = without.nonzero().flatten().tolist()
+    if len(marked) == len(without):
+        return name
+    return f"features {spans(marked)} of {name}" if 3 * len(marked) >= len(without) else ""
 
 
 # -- gradients of NaN -------------------------------------------------------------------------------------------------

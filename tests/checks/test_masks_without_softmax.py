@@ -54,3 +54,24 @@ def test_a_mask_that_hides_what_it_should_keep_is_inverted() -> None:
     assert checked(lambda mask: mask, **declared).findings == ()
     (finding,) = checked(lambda mask: 1 - mask, **declared).findings
     assert finding.sentence == "The mask is inverted: the keys that mask keeps are masked out."
+
+
+class SummedFirst(nn.Module):
+    """A mistake: the letter of the keys is missing in the values, so the weights are summed to 1 before they meet."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.equation = equation
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)) for t in self.qkv(x).chunk(3, -1))
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5).softmax(-1)
+        return self.out(torch.einsum(self.equation, weights, v).flatten(2))
+
+
+def test_queries_and_keys_without_a_part_in_the_output_are_named() -> None:
+    torch.manual_seed(0)
+    (finding,) = mha_inspect.check(SummedFirst("bhqk,bqhd->bqhd"), torch.randn(2, 6, 16)).findings
+    assert finding.sentence == "The output is the same with any numbers in features 0–31 of qkv.weight."
+    assert mha_inspect.check(SummedFirst("bhqk,bkhd->bqhd"), torch.randn(2, 6, 16)).findings == ()

@@ -27,7 +27,7 @@ def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_
     said = [line for line in page.splitlines() if line.startswith(("(batch heads) is", "From "))]
     assert said == [
         "(batch heads) is one axis of size 7 × 3 = 21: all heads of the first item, then those of the next.",
-        "From q_proj to concat, positions come before the batch (torch works sequence-first inside): [5, 7, 12] is "
+        "From q_proj to concat, positions come before the batch (sequence-first): [5, 7, 12] is "
         "query batch (heads head_dim).",
     ]
     # The oracle: what the explanation says of the axis.
