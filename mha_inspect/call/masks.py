@@ -347,12 +347,24 @@ def _unknown_masks(forward: Forward, inputs: InputSpec, values: Mapping[str, Any
     missed = _missed(forward, known, free)
     if not missed:
         return Masks(given)
-    try:
-        tried = replace(trial, inputs=replace(inputs, causal=True)).masks(["--causal"], missed)
-    except SpecError:
+    if forward.device.type == "meta":
         return Masks(given, missed=missed)
-    notes = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name]
-    return Masks({**given, **tried.by_name}, [*notes, *tried.notes])
+    with suppress(SpecError):
+        tried = replace(trial, inputs=replace(inputs, causal=True)).masks(["--causal"], missed)
+        notes = [f"{name} is required, so a mask was made as with --causal." for name in tried.by_name]
+        return Masks({**given, **tried.by_name}, [*notes, *tried.notes])
+    form = replace(trial, inputs=replace(inputs, padding=(1,))).form(["--padding"], missed, [])
+    if form is not None:
+        note = f"{form.argument} is required, so one was made that masks out no key: {form.in_words}."
+        return Masks({**given, form.argument: trial.open_mask(form)}, [note])
+    form = trial.form_that_runs(missed)
+    if form is None:
+        return Masks(given, missed=missed)
+    kind = str(form.dtype).removeprefix("torch.")
+    note = (
+        f"{form.argument} is required. The forward runs with {kind} `{form.axes}`, so one that keeps all keys was made."
+    )
+    return Masks({**given, form.argument: trial.open_mask(form)}, [note])
 
 
 def _missed(forward: Forward, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
@@ -375,12 +387,16 @@ class MaskForm:
     means: str
     dtype: torch.dtype
 
+    @property
+    def in_words(self) -> str:
+        """The type, the axes and the meaning, as the weights showed it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} `{self.axes}`: {_MEANS[self.means]}, as the weights show"
+
     def words(self, flags: Iterable[str]) -> str:
         """Return a sentence on the mask that these flags made."""
-        dtype = str(self.dtype).removeprefix("torch.")
         asked = " and ".join(flags)
-        mask = f"{asked} made {self.argument}, {dtype} `{self.axes}`"
-        return f"{mask}: {_MEANS[self.means]}, as the weights show."
+        return f"{asked} made {self.argument}, {self.in_words}."
 
     def mask(self, masked: Tensor, heads: int) -> Tensor:
         """Return a mask in this form. `masked` is `batch query key`, True for masked keys."""
@@ -438,18 +454,43 @@ class _Trial:
             return Masks({}, notes)
         if not free:
             raise _no_mask(self.forward, needed[0])
-        masked = self._masked(needed)
-        heads = max((weights.shape[1] for weights in unmasked), default=1)
-        for form in self._forms(free, needed):
-            mask = form.mask(masked, heads)
-            if _masks_out_only(masked, self._weights({form.argument: mask}), unmasked):
-                return Masks({form.argument: mask}, [*notes, form.words(needed)])
+        form = self.form(needed, free, unmasked)
+        if form is not None:
+            mask = form.mask(self._masked(needed), _heads_of(unmasked))
+            return Masks({form.argument: mask}, [*notes, form.words(needed)])
         asked = " and ".join(needed)
         arguments = ", ".join(free)
         raise SpecError(
             f"{asked} cannot be applied to {self.forward.label}: no usual form of {arguments} "
             "masks out these keys alone. Let a function return the module with its inputs and masks: (module, args)."
         )
+
+    def form(self, flags: Sequence[str], free: Sequence[str], unmasked: Sequence[Tensor]) -> MaskForm | None:
+        """Return the first form with which a run masks out the keys of these flags and no others; None without one.
+
+        `unmasked` has the weights of each attention in a run without a mask, `batch heads query key`.
+        """
+        masked = self._masked(flags)
+        for form in self._forms(free, flags):
+            weights = self._weights({form.argument: form.mask(masked, _heads_of(unmasked))})
+            if not weights:
+                continue
+            before = unmasked or self._weights({form.argument: self.open_mask(form)})
+            if _masks_out_only(masked, weights, before):
+                return form
+        return None
+
+    def open_mask(self, form: MaskForm) -> Tensor:
+        """Return a mask in a form that masks out no key."""
+        return form.mask(torch.zeros_like(self._masked([])), 1)
+
+    def form_that_runs(self, free: Sequence[str]) -> MaskForm | None:
+        """Return the first form of a mask of no key with which queries see keys; None without one."""
+        for form in self._forms(free, []):
+            weights = self._weights({form.argument: self.open_mask(form)})
+            if weights and all(bool((of_attention > _MASKED).any(-1).all()) for of_attention in weights):
+                return form
+        return None
 
     def _forms(self, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
         """Yield the forms to try: for a causal mask only those with queries."""
@@ -499,6 +540,11 @@ class _Trial:
                 if content is not None and content.dim() == 4:
                     contents.append(content.detach())
         return contents
+
+
+def _heads_of(weights: Sequence[Tensor]) -> int:
+    """Return the most heads of several attentions, each `batch heads query key`; 1 without any."""
+    return max((of_attention.shape[1] for of_attention in weights), default=1)
 
 
 def _masks_out_only(masked: Tensor, after: Sequence[Tensor], before: Sequence[Tensor]) -> bool:

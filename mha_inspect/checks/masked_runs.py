@@ -229,7 +229,7 @@ def facts_of_missing(evidence: Evidence) -> Iterator[Fact]:
         elif run.is_meaning_known:
             does = f"{word_of(run.ignored)} masks out a key"
         elif run.has_no_effect:
-            does = f"{word_of(run.value)} or {word_of(run.kept)} has no effect"
+            does = f"{word_of(run.value)} or {word_of(run.ignored)} has no effect"
         if does:
             yield Fact("mask", f"{name} was not given. Tried: {does}; --mask {name}=keep or ignore says what 1 means")
 

@@ -35,6 +35,8 @@ class SeenKeys:
     """`heads`: whether a query gives weight to several keys."""
     faint: float
     """The largest weight that a mask of finite numbers leaves to a key, too small to change a sum; else 0."""
+    vanished: float
+    """The share of the weights of visible keys that are 0 by their scores."""
     first: int
     """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
     knows_own: bool
@@ -360,6 +362,8 @@ class SeenKeys:
     def words(self) -> str:
         """Return a name for who sees whom, and say if it is not so in every head, or in every batch item."""
         words = self._words_of_items()
+        if self.vanished:
+            words = f"{words}; {max(self.vanished, 0.01):.0%} of these weights are 0 by their scores"
         if self.heads_differ:
             words = f"{words}, in at least one head: the masks of the heads differ"
         blind = self.blind_heads

@@ -131,6 +131,8 @@ class _Weighing:
     """The masked scores; 0 without a mask before the softmax. None if they are unknown."""
     faint: float = 0.0
     """The largest weight that a mask of finite numbers left to a key, too small to change a sum."""
+    vanished: float = 0.0
+    """The share of the weights without a mask that are 0 by their scores, e.g. after a relu."""
 
 
 def _weighing(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
@@ -161,9 +163,11 @@ def _measured(recorded: Recorded, attention: Attention, names: AxisNames) -> _We
         return None
     is_faint = _masked_by_a_number(equal)
     faint = float(weights[is_faint].max()) if bool(is_faint.any()) else 0.0
-    # A weight may be too small for its dtype although nothing masks it.
-    visible = weights.nan_to_num(number.tiny).masked_fill(weights == 0, number.tiny)
-    return _Weighing(visible.masked_fill(is_masked | is_faint, 0.0), equal.scores, faint)
+    is_hidden = is_masked | is_faint
+    vanishes = weights == 0
+    vanished = float(vanishes[~is_hidden].double().mean()) if bool((~is_hidden).any()) else 0.0
+    visible = weights.nan_to_num(number.tiny).masked_fill(vanishes, number.tiny)
+    return _Weighing(visible.masked_fill(is_hidden, 0.0), equal.scores, faint, vanished)
 
 
 def _of_equal_scores(recorded: Recorded, attention: Attention, names: AxisNames) -> _Weighing | None:
@@ -236,6 +240,7 @@ def _seen_keys(
         weighed=is_weighed.any(0).cpu() | attention.weights_changed,
         shares=(is_heavy.sum(-1) > 1).any(-1).any(0),
         faint=weighing.faint,
+        vanished=weighing.vanished,
         first=first_key,
         knows_own=queries == keys or (first is not None and _is_self_attention(attention)),
         distance=distance,

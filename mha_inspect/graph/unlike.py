@@ -218,9 +218,10 @@ def compares(graph: Graph, product: Product) -> bool:
     """Return whether features are summed and positions remain: queries are compared with keys."""
     if not _is_of_activations(graph, product):
         return False
-    if not product.is_dot:
-        return True
     axes = product.axes(graph.dimensions)
+    if not product.is_dot:
+        # Without features to sum, e.g. x·w − |x|²/2 of random features has the queries on both sides.
+        return product.op is not product.multiply or bool(wide(axes.rows) and wide(axes.columns))
     sums_features = not graph.features.isdisjoint(wide(axes.left_inner))
     return sums_features and graph.features.isdisjoint(wide(axes.rows, axes.columns))
 

@@ -129,7 +129,9 @@ class InnerStepsReader:
                 query = self._turned(like, names, "query")
                 key = self._turned(like, names, "key")
                 rotary = _rotary(query, key)
-                changed[index] = replace(part, position=rotary)
+                side = "key" if query is None else "query"
+                rotated = "both" if query and key else side
+                changed[index] = replace(part, position=rotary, rotated=rotated if rotary else "")
         return changed, rotary
 
     def _seen(self, attention: Attention, names: AxisNames) -> Tensor | None:
@@ -232,7 +234,7 @@ def bias_steps(
 def _kinds_added(part: Added) -> list[str]:
     """Return the kinds of step in what is added: `bias` and `add` for a bias with a mask; empty for a mask alone."""
     if part.product is not None:
-        return ["product" if part.position is None else "rotary"]
+        return [f"rotated {part.rotated}" if part.rotated else "product"]
     if part.of_scores:
         return ["made"]
     if not part.bias:

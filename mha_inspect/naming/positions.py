@@ -510,6 +510,8 @@ class Added:
     """Whether it is computed from the scores themselves."""
     product: Product | None = None
     """A second product of queries and keys, e.g. of the features that are rotated; None for anything else."""
+    rotated: str = ""
+    """Which sides of that product are rotated: `query`, `key` or `both`; empty if neither is."""
 
 
 def added_by(

@@ -16,7 +16,9 @@ _ADDED = {
     "add": "mask",
     "bias": "bias",
     "product": "another q · kᵀ",
-    "rotary": "rotary(q) · rotary(k)ᵀ",
+    "rotated both": "rotary(q) · rotary(k)ᵀ",
+    "rotated query": "rotary(q) · another kᵀ",
+    "rotated key": "another q · rotary(k)ᵀ",
     "made": "…",
 }
 """Steps that add to the scores, and what they add."""

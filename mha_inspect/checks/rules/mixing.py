@@ -59,6 +59,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     ```
     """
     yield from one_position(evidence)
+    if evidence.source.positions is None:
+        raise NotPossibleError("the tokens have two dimensions or more, and are not changed one by one", "an image")
     if not evidence.follows or evidence.source.length < 2:
         raise NotPossibleError("the output has no entry for each token")
     reach = evidence.reach_in_bits

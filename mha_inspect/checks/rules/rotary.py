@@ -77,7 +77,7 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     of_offsets = list(_of_offsets(evidence, attention, names))
     findings: list[Finding] = []
     try:
-        findings = list(_of_rows(evidence, attention, names))
+        findings = list(_of_products(evidence, attention, names))
     except LostError:
         if not of_offsets:
             raise
@@ -108,6 +108,19 @@ class _Side:
     def is_rotated(self) -> bool:
         """Whether its rows differ by position; at a single position, whether it is multiplied by cosines and sines."""
         return _vary(self.rows) if self.rows.shape[1] > 1 else self.op is not None
+
+
+def _of_products(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield the faults of the product of queries and keys that is rotated: the scores, or one that is added to them.
+
+    Features that are rotated may have a product of their own, beside that of the others.
+    """
+    parts = evidence.inner_of(attention, names).added.values()
+    rotated = [part.product for part in parts if part.product is not None and part.position is not None]
+    if not rotated:
+        yield from _of_rows(evidence, attention, names)
+    for product in rotated:
+        yield from _of_rows(evidence, replace(attention, score_product=product), names)
 
 
 def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
