@@ -34,7 +34,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "padding_true": ("keep", "ignore"),
     "padding_side": ("left", "right"),
     "batch_axis": (0, 1),
-    "scale": ("sqrt_head_dim",),
+    "scale": ("sqrt_head_dim", "none"),
 }
 
 _KINDS: dict[str, type] = {"causal": bool, "window": int, "padding": str, "cache": str}
@@ -78,8 +78,8 @@ class Intent:
     """
     batch_axis: Literal[0, 1] | None = None
     """The batch axis of the inputs; None: it is found from the run."""
-    scale: Literal["sqrt_head_dim"] | None = None
-    """`sqrt_head_dim`: the scores are q·k / √head_dim."""
+    scale: Literal["sqrt_head_dim", "none"] | None = None
+    """`sqrt_head_dim`: the scores are q·k / √head_dim; `none`: they are q·k, as in T5."""
     reference: nn.Module | None = None
     """A trusted module that takes the same arguments and must return the same output with the same weights."""
 

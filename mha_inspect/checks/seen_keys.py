@@ -47,6 +47,8 @@ class SeenKeys:
     """`batch query`: True where the token is padding."""
     origins: frozenset[str]
     """Names of the inputs that the keys depend on."""
+    origins_of_queries: frozenset[str]
+    """Names of the inputs that the queries depend on."""
     over_heads: bool
     """Whether a triangular mask is laid over the heads instead of the queries."""
     row: str = "batch item"

@@ -59,7 +59,12 @@ def sights_of(
 
 def _of_another(run: Run, sight: SeenKeys, attention: Attention) -> SeenKeys:
     """Return the visible keys of an attention from those of another with equal code: its keys may be other tokens."""
-    return replace(sight, attention=attention, origins=_names_of(run, _inputs_of_keys(run, attention)))
+    return replace(
+        sight,
+        attention=attention,
+        origins=_names_of(run, _inputs_of(run, attention, "k_heads")),
+        origins_of_queries=_names_of(run, _inputs_of(run, attention, "q_heads")),
+    )
 
 
 def _sight_of(
@@ -223,7 +228,7 @@ def _seen_keys(
     if pads is None:
         pads = torch.zeros(seen.shape[:2], dtype=torch.bool)
     real_pairs = (seen & ~pads[:, :, None]).any(0)
-    of_keys = _inputs_of_keys(run, attention)
+    of_keys = _inputs_of(run, attention, "k_heads")
     distance = torch.arange(queries)[:, None] + first_key - torch.arange(keys)[None]
     joined = slice(first_key + queries, None)
     has_joined = keys > first_key + queries
@@ -246,6 +251,7 @@ def _seen_keys(
         distance=distance,
         pads=pads,
         origins=_names_of(run, of_keys),
+        origins_of_queries=_names_of(run, _inputs_of(run, attention, "q_heads")),
         over_heads=over_heads,
     )
 
@@ -262,11 +268,11 @@ def _are_alike_for_queries(seen: Tensor) -> bool:
     return bool((seen == seen[:, :1]).all())
 
 
-def _inputs_of_keys(run: Run, attention: Attention) -> set[int]:
-    """Return the ids of the inputs that the keys depend on; empty if the keys are unknown."""
-    if "k_heads" not in attention.stages:
+def _inputs_of(run: Run, attention: Attention, stage: str) -> set[int]:
+    """Return the ids of the inputs that a stage depends on; empty if it is unknown."""
+    if stage not in attention.stages:
         return set()
-    return run.graph.inputs_of(attention.stages["k_heads"])
+    return run.graph.inputs_of(attention.stages[stage])
 
 
 def _first_key(seen: Tensor) -> int:

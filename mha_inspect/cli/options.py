@@ -147,7 +147,7 @@ class Options:
     cache: str | None = option(
         EXPECTED, "Argument that takes the cache. The forward returns the cache second.", metavar="NAME"
     )
-    scale: str | None = option(EXPECTED, "The expected scale of the scores.", words=("sqrt_head_dim",))
+    scale: str | None = option(EXPECTED, "The expected scale of the scores.", words=("sqrt_head_dim", "none"))
 
     layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)

@@ -215,3 +215,13 @@ def test_what_raises_in_training_alone_is_no_input_that_was_changed() -> None:
     (finding,) = checked(ViewsInTraining(masked(lambda far: far > -99))).findings
     assert finding.check == "training"
     assert finding.sentence.startswith("The forward raises in training mode")
+
+
+def test_scores_without_a_scale_can_be_declared() -> None:
+    unscaled = Right(lambda q, k: (q @ k.mT).softmax(-1))
+    assert [finding.check for finding in checked(unscaled).findings] == ["scale"]
+    declared = Intent(scale="none")
+    assert mha_inspect.check(unscaled, torch.randn(2, 12, 32), intent=declared).findings == ()
+    scaled = Right(lambda q, k: (q @ k.mT / math.sqrt(8)).softmax(-1))
+    (finding,) = mha_inspect.check(scaled, torch.randn(2, 12, 32), intent=declared).findings
+    assert finding.sentence == "The scores are scaled by 0.3536 = 1/√head_dim; declared: not scaled."

@@ -96,9 +96,26 @@ def _of_declared(evidence: Evidence) -> Finding | None:
         if sight.queries == 1 and sight.sees_future:  # or the slots of a ring, in which older tokens come later
             raise NotPossibleError("one query alone does not show whether the keys after its own are later tokens")
         finding = against_causal(sight, evidence.intent.window)
-        if finding is not None and not _keeps_order_of_outputs(evidence, sight):
-            return finding
+        if finding is None or _keeps_order_of_outputs(evidence, sight):
+            continue
+        return _of_exchanged_sides(evidence, sight) or finding
     return _by_outputs(evidence)
+
+
+def _of_exchanged_sides(evidence: Evidence, sight: SeenKeys) -> Finding | None:
+    """Return a finding if the keys are of the tokens that the output follows, and the queries of others."""
+    names = set(evidence.source.names)
+    queries = sight.origins_of_queries
+    if not evidence.follows or not queries or queries & names or not sight.origins & names:
+        return None
+    of_queries, of_keys = listed(sorted(queries)), listed(sorted(sight.origins & names))
+    return sight.finding(
+        "causal",
+        f"The queries are made of {of_queries} and the keys of {of_keys}: the output at a position is made of all of "
+        f"{of_keys}.",
+        f"The output has an entry for each token of {of_keys}.",
+        f"Exchange them: the queries are of {of_keys}, the keys and values of {of_queries}.",
+    )
 
 
 def _sights_in_order(evidence: Evidence) -> Sequence[SeenKeys]:

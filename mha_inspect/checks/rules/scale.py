@@ -21,9 +21,9 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
     """The scores are scaled as declared.
 
     `--scale sqrt_head_dim` declares the scale. Nothing is changed: the factor between q·kᵀ and the
-    softmax is read from the run and compared with 1/√head_dim. With a smaller factor all keys get
-    similar weights, with a larger one a single key gets almost all. Loaded weights then attend in
-    another way than they were trained to.
+    softmax is read from the run and compared with 1/√head_dim; with 1 for `--scale none`, as in T5.
+    With a smaller factor all keys get similar weights, with a larger one a single key gets almost all.
+    Loaded weights then attend in another way than they were trained to.
 
     ## Wrong
 
@@ -56,7 +56,7 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
         if all(_is_mistaken(evidence, attention, names) for attention, names in attentions):
             unless = ", unless the weights were trained with this scale, e.g. T5 with none"
             attention, names = attentions[0]
-            yield _other_scale(attention, names, unless, "No norm is before it.", sure=False)
+            yield _other_scale(evidence, attention, names, unless, "No norm is before it.", sure=False)
         raise UndeclaredError("--scale sqrt_head_dim")
     for attention, names in attentions:
         if not attention.is_dot:
@@ -65,22 +65,50 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
             raise NotPossibleError("the scale could not be determined")
         if any(step == "times" for step, _ in attention.scoring):
             raise NotPossibleError("the scores are also multiplied by numbers that differ by key")
-        if abs(attention.scale / max(names.head_dim, 1) ** -0.5 - 1) > 0.01:
-            yield _other_scale(attention, names, "", f"head_dim is {names.head_dim}.")
+        if evidence.intent.scale == "none":
+            if not _is_scaled_by(attention, 1.0):
+                yield _scaled_all_the_same(evidence, attention, names)
+                return
+        elif abs(attention.scale / max(names.head_dim, 1) ** -0.5 - 1) > 0.01:
+            yield _other_scale(evidence, attention, names, "", f"head_dim is {names.head_dim}.")
             return
 
 
-def _other_scale(attention: Attention, names: AxisNames, unless: str, more: str, *, sure: bool = True) -> Finding:
+def _scaled_all_the_same(evidence: Evidence, attention: Attention, names: AxisNames) -> Finding:
+    return Finding(
+        "scale",
+        f"The scores are scaled by {scale_words(attention, names)}; declared: not scaled.",
+        "The scale is the recorded factor between q·kᵀ and the softmax.",
+        source=_line_of_scale(evidence, attention),
+        module=attention.module,
+        fix="Leave out the factor.",
+    )
+
+
+def _other_scale(
+    evidence: Evidence, attention: Attention, names: AxisNames, unless: str, more: str, *, sure: bool = True
+) -> Finding:
     scaled = "not scaled" if _is_scaled_by(attention, 1.0) else f"scaled by {scale_words(attention, names)}"
     return Finding(
         "scale",
         f"The scores are {scaled}; expected 1/√{names.head_dim} = {max(names.head_dim, 1) ** -0.5:.4g}{unless}.",
         f"The scale is the recorded factor between q·kᵀ and the softmax. {more}",
         sure=sure,
-        source=attention.score_product.op.source,
+        source=_line_of_scale(evidence, attention),
         module=attention.module,
         fix="Divide by math.sqrt(head_dim) once.",
     )
+
+
+def _line_of_scale(evidence: Evidence, attention: Attention) -> str:
+    """Return the first line that scales queries, keys or scores and is not that of their product; else that line."""
+    run, product = evidence.run, attention.score_product.op
+    ends = ("q_proj", "k_proj", "q_heads", "k_heads")
+    starts = {attention.stages[stage].id for stage in ends if stage in attention.stages}
+    for op in between(run.recording, starts, attention.softmax.inputs[0]):
+        if op.source != product.source and run.graph.is_scale(op):
+            return op.source
+    return product.source
 
 
 def _is_mistaken(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:

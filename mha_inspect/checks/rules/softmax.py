@@ -106,7 +106,7 @@ def _softmax(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
     if any(op.base_name == "_log_softmax" for op in attention.weighing):
         yield _logarithms(attention)
         return
-    if not _is_plain(evidence, attention):
+    if not _is_plain(evidence, attention) or names.maps > 1:  # a head may subtract one map of weights from another
         raise NotHereError
     final = _averaging(evidence, attention)
     sums = final.sums_over_keys()
