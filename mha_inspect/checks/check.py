@@ -359,7 +359,7 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         paths_by_fact.setdefault(fact, []).append(module)
     counts = Counter(fact.name for fact in paths_by_fact)
     for fact, paths in paths_by_fact.items():
-        is_of_some = counts[fact.name] > 1 and any(paths)
+        is_of_some = any(paths) and (counts[fact.name] > 1 or len(paths) < len(evidence.run.attentions))
         where = f" in {first_few(paths, 1)}" if is_of_some else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
@@ -376,17 +376,20 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
 def _facts_of_attentions(evidence: Evidence) -> Iterator[tuple[Fact, str]]:
     """Yield the facts of each attention with its module, one kind of fact after the other; some are empty."""
     pairs = evidence.run.attentions
+    places = {}
+    for number, (attention, _) in enumerate(pairs, 1):
+        places[id(attention)] = attention.module or (f"attention {number}" if len(pairs) > 1 else "")
     for attention, names in pairs:
-        yield Fact("scale", f"{scale_words(attention, names)} (head_dim {names.head_dim})"), attention.module
+        yield Fact("scale", f"{scale_words(attention, names)} (head_dim {names.head_dim})"), places[id(attention)]
     for attention, names in pairs:
-        yield Fact("attended over", _over(attention, names)), attention.module
+        yield Fact("attended over", _over(attention, names)), places[id(attention)]
     for attention, _ in pairs:
-        yield Fact("mask", _adds_nothing(evidence, attention)), attention.module
+        yield Fact("mask", _adds_nothing(evidence, attention)), places[id(attention)]
     if "heads" in evidence.failed:  # a position of a head is not a token
         return
     for sight in evidence.sights:
         drawn = "" if sight.items_agree else f"; {sight.row} 0 is drawn"
-        yield Fact("who sees whom", sight.words() + drawn, sight.picture), sight.module
+        yield Fact("who sees whom", sight.words() + drawn, sight.picture), places[id(sight.attention)]
 
 
 def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
