@@ -102,6 +102,14 @@ class LinearWeights:
         return "" if op is None else op.source
 
     @property
+    def where(self) -> str:
+        """What is linear in the values: the output, or a result before it, which a norm may follow."""
+        recording = self.recorded.run.recording
+        op = recording.producer(self.result)
+        is_output = any(named.tensor.storage == self.result.storage for named in recording.outputs)
+        return "the output" if op is None or is_output else f"the result of {op.source}"
+
+    @property
     def sum_to_one(self) -> bool:
         """Whether the weights of each output that has any sum to 1."""
         return float((self._of_any - 1).abs().max()) <= _ERROR
@@ -239,7 +247,7 @@ def facts_of(found: LinearWeights) -> Iterator[Fact]:
     """Yield what the weights sum to, and who sees whom."""
     line = found.line
     of = f"the values of {line}" if line else "its values"
-    yield Fact("weights", f"the output is linear in {of}, and the weights of an output sum to {found.total}")
+    yield Fact("weights", f"{found.where} is linear in {of}, and its weights sum to {found.total}")
     seen = found.weights.abs() > _ERROR * float(found.weights.abs().max())
     if bool((seen == seen[:1]).all()):
         yield Fact("who sees whom", _words(seen[0]), _picture(seen[0]))

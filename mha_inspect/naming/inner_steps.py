@@ -224,6 +224,8 @@ def bias_steps(
         op = ops.pop(0) if ops and kind in ("add", "fill", "times") else None
         part = added.get(op.index) if op is not None and kind == "add" else None
         names = [] if part is None else _kinds_added(part)
+        if op in attention.shifts:
+            names = ["bias"]
         if names:
             steps += [(name, None) for name in names]
         else:
