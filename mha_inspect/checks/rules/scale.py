@@ -21,7 +21,8 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
     """The scores are scaled as declared.
 
     `--scale sqrt_head_dim` declares the scale. Nothing is changed: the factor between q·kᵀ and the
-    softmax is read from the run. It must be 1/√head_dim; 1 with `--scale none`, as in T5.
+    softmax is read from the run and compared with 1/√head_dim. With `--scale none` it is compared
+    with 1, as T5 has no scale.
     With a smaller factor all keys get similar weights, with a larger one a single key gets almost all.
     Loaded weights then attend in another way than they were trained to.
 
