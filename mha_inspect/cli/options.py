@@ -123,7 +123,7 @@ def file(panel: str, help: str, flags: str = "", unset: str | bool = True) -> An
 TARGET = typer.Argument(
     None,
     metavar="[TARGET]",
-    help="FILE[:Name], package.module:Name, hf:TYPE or a layer. Importing it runs its code. hf:DIRECTORY is a folder "
+    help="FILE[:Name], module:Name, hf:TYPE or a layer. Importing it runs its code. hf:DIRECTORY is a folder "
     "of a model. Without it, a layer is built from the options.",
     show_default=False,
     rich_help_panel="Target",
