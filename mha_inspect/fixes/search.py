@@ -224,28 +224,43 @@ class Search:
         try:
             source = self.source.edited(edit.replacements)
             outputs = self.outputs(source, SEEDS[0])
-            if before.failure is None and not self._keeps_output(outputs, check):
+            if not self._keeps_the_rest(edit, source, outputs, check, before.failure):
                 return None
-            if before.failure is None and not self._in_use <= self.matrices_in_use(source):
-                return None
-            if before.failure is not None and not self._keeps_sizes(edit, source, before.failure):
-                return None
-            if check != RAISES and self.judge(source, SEEDS[0], [check]).problems:
-                return None
-            after = self.judge(source, SEEDS[0])
-            if not _is_better(before, after, check) or not self._is_right_elsewhere(source, after):
-                return None
-            if edit.row == _HIDES and not self._hides(source):
-                return None
-            if check == "padding" and self._turns_sight(source):
-                return None
-            if edit.row == "causal_mask_put_in" and not self._is_alike_in_heads(source):
-                return None
-            if check in _OF_SEVERAL_PLACES and self._puts_features_first(source):
+            after = self._judged_better(source, check, before)
+            if after is None or not self._keeps_sight(edit, source, check):
                 return None
         except (Exception, SystemExit):  # an edited source may raise anything
             return None
         return Trial(edit, source, after, outputs, self._changed_stages(source))
+
+    def _keeps_the_rest(
+        self, edit: Edit, source: Source, outputs: list[Tensor], check: str, failure: Failure | None
+    ) -> bool:
+        """Return whether an edit leaves the shapes of the outputs, and every matrix its part in them.
+
+        Where the forward raised, there are stages that were completed in place of outputs.
+        """
+        if failure is not None:
+            return self._keeps_sizes(edit, source, failure)
+        return self._keeps_output(outputs, check) and self._in_use <= self.matrices_in_use(source)
+
+    def _judged_better(self, source: Source, check: str, before: Judged) -> Judged | None:
+        """Return the judgement of an edited source if a problem is gone and nothing is new, with other numbers too."""
+        if check != RAISES and self.judge(source, SEEDS[0], [check]).problems:
+            return None
+        after = self.judge(source, SEEDS[0])
+        is_better = _is_better(before, after, check) and self._is_right_elsewhere(source, after)
+        return after if is_better else None
+
+    def _keeps_sight(self, edit: Edit, source: Source, check: str) -> bool:
+        """Return whether an edit hides and shows what its row, or the fix of its problem, may hide and show."""
+        if edit.row == _HIDES and not self._hides(source):
+            return False
+        if check == "padding" and self._turns_sight(source):
+            return False
+        if edit.row == "causal_mask_put_in" and not self._is_alike_in_heads(source):
+            return False
+        return check not in _OF_SEVERAL_PLACES or not self._puts_features_first(source)
 
     def _hides(self, source: Source) -> bool:
         """Return whether a source masks some key out; True where its weights are not computed."""

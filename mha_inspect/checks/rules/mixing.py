@@ -22,6 +22,17 @@ from ..one_position import one_position
 from ..registry import rule
 from .batch import changes_beside
 
+_OVER_OTHER_AXES = (
+    "attention runs over heads or features instead of positions",
+    "Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
+)
+"""Why tokens have no effect where the result of the attention is used, and the fix."""
+_UNUSED = (
+    "the attention's result is unused",
+    "Return the result of the attention, or add it to what is returned.",
+)
+"""The same where it is not."""
+
 
 @rule(runs=True, after=("heads", "softmax", "masking", "batch", "finite"), by_position=True)
 def mixing(evidence: Evidence) -> Iterator[Finding]:
@@ -139,38 +150,44 @@ def _fault_at_all_positions(evidence: Evidence, reach: Mapping[int, Tensor]) -> 
 
     Raises `NotPossibleError` if there is another reason for it, or their effect is hidden in this run.
     """
-    if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
-        raise NotPossibleError("the tokens change other batch items alone")
-    if _has_keys_of_another_source(evidence):
-        raise NotPossibleError("the keys are of another sequence, so no token attends to another of its own")
-    if any(sight.is_top_left for sight in evidence.sights):
-        raise NotPossibleError("the mask hides the keys of all tokens of this call")
-    if _is_muted(evidence):
-        raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
-    if _is_picked_by_number(evidence):
-        raise NotPossibleError("the result picks entries of a table, which may be the same for another token")
+    reason = _reason_without_effect(evidence, reach)
+    if reason:
+        raise NotPossibleError(reason)
     # A token that a mask hides from every other query proves nothing: others are named where there are any.
-    visible = [token for token in reach if token in evidence.seen_by_others]
-    if visible and not any(_is_weighed_by_others(evidence, token) for token in visible):
-        raise NotPossibleError("the weights are so sharp that the changed tokens have none from other queries")
-    if not visible:
-        visible = list(reach)
+    visible = [token for token in reach if token in evidence.seen_by_others] or list(reach)
     tokens = f"token {visible[0]}" if len(visible) == 1 else f"tokens {spans(visible)}, one by one,"
+    is_used = _is_used(evidence)
+    why, fix = _UNUSED
+    if is_used:
+        why, fix = _OVER_OTHER_AXES
     # Masks that leave each query only its own key explain it too, and may be intended.
     is_explained_by_masks = all(sight.alone for sight in evidence.sights)
-    is_used = _is_used(evidence)
-    why = (
-        "attention runs over heads or features instead of positions" if is_used else "the attention's result is unused"
-    )
-    fix = "Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v."
     return Finding(
         "mixing",
         f"No token has an effect on another: {why}.",
         f"Changing {tokens} of {evidence.source.names[0]} leaves every other output position unchanged, bit for bit.",
         sure=not is_explained_by_masks,
         source=evidence.scores_line,
-        fix=fix if is_used else "Return the result of the attention, or add it to what is returned.",
+        fix=fix,
     )
+
+
+def _reason_without_effect(evidence: Evidence, reach: Mapping[int, Tensor]) -> str:
+    """Return why no token may change another position although attention is right; empty if nothing explains it."""
+    if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
+        return "the tokens change other batch items alone"
+    if _has_keys_of_another_source(evidence):
+        return "the keys are of another sequence, so no token attends to another of its own"
+    if any(sight.is_top_left for sight in evidence.sights):
+        return "the mask hides the keys of all tokens of this call"
+    if _is_muted(evidence):
+        return "the result is multiplied by zeros, e.g. by a new W_o or gate"
+    if _is_picked_by_number(evidence):
+        return "the result picks entries of a table, which may be the same for another token"
+    visible = [token for token in reach if token in evidence.seen_by_others]
+    if visible and not any(_is_weighed_by_others(evidence, token) for token in visible):
+        return "the weights are so sharp that the changed tokens have none from other queries"
+    return ""
 
 
 def _is_used(evidence: Evidence) -> bool:
