@@ -14,6 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from ..record.arguments import tensors_in
 from ..reports.check import Fact, Finding
 from ..text import shortened, spans
 from .arguments import Source
@@ -254,12 +255,19 @@ def _run_of_missing(evidence: Evidence, name: str) -> MaskedRun | None:
                 whole = evidence.with_arguments({name: form})
             except NotPossibleError:
                 break
+            if _shapes_of(whole) != _shapes_of(evidence):
+                return None  # a mask adds no output: the targets of a loss do
             if any(sight.masked and sight.has_blind_query for sight in whole.sights):
                 continue
             run = _masked_run(evidence, name, form, whole)
             if isinstance(run, MaskedRun):
                 return run
     return None
+
+
+def _shapes_of(evidence: Evidence) -> list[torch.Size]:
+    """Return the sizes of all tensors that a run returned."""
+    return [tensor.shape for _, tensor in tensors_in(evidence.run.returned)]
 
 
 def padded_sources(evidence: Evidence, name: str) -> list[Source]:

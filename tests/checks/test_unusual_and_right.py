@@ -225,3 +225,16 @@ def test_scores_without_a_scale_can_be_declared() -> None:
     scaled = Right(lambda q, k: (q @ k.mT / math.sqrt(8)).softmax(-1))
     (finding,) = mha_inspect.check(scaled, torch.randn(2, 12, 32), intent=declared).findings
     assert finding.sentence == "The scores are scaled by 0.3536 = 1/√head_dim; declared: not scaled."
+
+
+class WithLoss(Right):
+    """As in nanoGPT: with targets there is a loss too."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        result = super().forward(x)
+        return result, None if targets is None else F.cross_entropy(result.flatten(0, 1), targets.flatten())
+
+
+def test_the_targets_of_a_loss_are_no_mask() -> None:
+    report = checked(WithLoss(masked(lambda far: far > -99)))
+    assert [fact.sentence for fact in report.facts if fact.name == "mask"] == []
