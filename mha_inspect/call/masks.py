@@ -368,14 +368,12 @@ def _unknown_masks(forward: Forward, inputs: InputSpec, values: Mapping[str, Any
 
 
 def _missed(forward: Forward, values: Mapping[str, Any], free: Sequence[str]) -> list[str]:
-    """Return the required masks that the forward uses as tensors: it raises where they are None."""
+    """Return the required masks of a forward that raises where they are None."""
     required = [name for name in free if forward.is_needed(name)]
     if not required:
         return []
     error = probe(forward.call(values).of(forward.module), {}, whole=True).error
-    if not isinstance(error, (TypeError, AttributeError)) or "None" not in str(error):
-        return []
-    return required
+    return [] if error is None else required
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..reports.check import Finding
 from .arguments import CACHES, exchanged_ids, random_numbers
 from .evidence import OTHER_SIZES, Evidence
 from .lab import RaisedError
+from .muted import is_muted
 
 
 def _is_tried(evidence: Evidence, name: str, value: object) -> bool:
@@ -42,6 +43,8 @@ def without_effect(evidence: Evidence) -> Iterator[Finding]:
         return
     if evidence.sights and all(sight.keys == 1 for sight in evidence.sights):
         return  # the weight of a single key is 1 with any mask
+    if is_muted(evidence):
+        return  # nothing has an effect before it learned
     for name, value in evidence.values.items():
         if _is_tried(evidence, name, value) and _is_idle(evidence, name, value):
             yield _no_effect(evidence, name)

@@ -19,6 +19,8 @@ from ..text import first_few, listed, plural
 from .comparable_run import ComparableRun, unreadable
 from .merged import Merged, merged_in
 
+_DRAWN = 0.1
+"""The spread of the numbers that are added to a parameter of one number."""
 _SAME = "the same weights and input"
 
 
@@ -103,13 +105,13 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
         by_name = _share_by_name(source, target)
         if by_name is _ByName.EQUAL:
-            return Shared(
-                SharedWeights(True, "Both sides have the same parameters: names, shapes and numbers agree.", ())
-            )
+            sentence = "Both sides have the same parameters: names, shapes and numbers agree."
+            return Shared(SharedWeights(True, sentence + with_drawn_constants(source, target), ()))
         if by_name is _ByName.COPIED:
             given, taken = ("left", "right") if source is left else ("right", "left")
             sentence = f"Copied by name from {given} to {taken}: names and shapes agree."
-            return Shared(SharedWeights(True, sentence + _before_the_copy(exchanged, given, taken), ()))
+            more = _before_the_copy(exchanged, given, taken) + with_drawn_constants(source, target)
+            return Shared(SharedWeights(True, sentence + more, ()))
     if source.subject.layer:
         source, target = target, source
     direction = _direction(source, target)
@@ -368,6 +370,34 @@ def _share_by_name(source: ComparableRun, target: ComparableRun) -> _ByName:
         return _ByName.EQUAL  # a run with the same numbers stays valid
     target.forget()
     return _ByName.COPIED
+
+
+def with_drawn_constants(source: ComparableRun, target: ComparableRun) -> str:
+    """Give both sides drawn numbers where a parameter has one number throughout, and return a sentence on it.
+
+    A bias of zeros and a gain of ones have no effect, whatever the code does with them.
+    """
+    before, numbers = _numbers(source), {}
+    drawn: dict[int, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in weights_by_name(source).items():
+        if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if bool((tensor != tensor.flatten()[0]).any()):
+            continue
+        if id(tensor) not in drawn:  # a tied one has several names
+            drawn[id(tensor)] = before[name] + torch.randn(tensor.shape, generator=generator).to(before[name]) * _DRAWN
+        numbers[name] = drawn[id(tensor)]
+    if not numbers:
+        return ""
+    for side in (source, target):
+        write_by_name(side, numbers)
+        side.forget()
+    if not _have_the_same_bits(weights_by_name(target), _numbers(source)):  # other names are tied there
+        for side in (source, target):
+            write_by_name(side, before)
+        return ""
+    return f" {plural(len(drawn), 'parameter')} of one number throughout got drawn ones, to have an effect."
 
 
 def _have_the_same_bits(weights: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> bool:

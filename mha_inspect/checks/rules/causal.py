@@ -347,7 +347,8 @@ def _not_as_called(evidence: Evidence) -> Finding | None:
     for sight in evidence.sights:
         part = parts[sight.module]
         # Another module of the class is causal: there it is meant to be.
-        is_named = _is_called_causal(part) and type(part) not in causal_classes
+        is_off = any(vars(part).get(name) is False for name in _CAUSAL_FLAGS)
+        is_named = _is_called_causal(part) and type(part) not in causal_classes and not is_off
         by_name = [type(part).__name__] if is_named else []
         reasons = [*by_name, *by_argument, *_flags_of(part)]
         if not reasons:

@@ -23,6 +23,7 @@ from ..each_kind import of_each_kind
 from ..evidence import Evidence
 from ..factors import SIDES, Factor, Row, Way
 from ..lab import NotPossibleError
+from ..probe import moved_rows
 from ..registry import rule
 
 _MOST_TOKENS = 64
@@ -265,7 +266,7 @@ def _merged_wrongly(evidence: Evidence, attention: Attention, names: AxisNames) 
     concat = attention.stages.get("concat")
     if concat is None or attention.branches or _is_query_of_another(evidence, attention, concat):
         raise LostError
-    if _sums(evidence, attention, concat):
+    if _sums(evidence, attention, concat) or _depend_on_others(evidence, attention, names):
         raise LostError
     places = _places_of_concat(attention, names, query, concat)
     scores, context = attention.score_product.op.output, attention.value_product.op.output
@@ -300,6 +301,13 @@ def _sums(evidence: Evidence, attention: Attention, concat: TensorRef) -> bool:
     context = attention.value_product.op.output
     steps = between(evidence.run.recording, {context.id}, concat)
     return any(op.kind == "compute" and not op.pointwise for op in steps)
+
+
+def _depend_on_others(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:
+    """Return whether a query changes the weights of others, so that a context is not of one query; False if unknown."""
+    with suppress(LostError):
+        return len(moved_rows(evidence, attention, names).moved) > 1
+    return False
 
 
 def _is_query_of_another(evidence: Evidence, attention: Attention, concat: TensorRef) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...compare.replay import LostError, again
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
@@ -30,6 +31,8 @@ from ..seen_keys import SeenKeys
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""
+_LEAST = 1e-4
+"""A weight above this can become smaller."""
 _STRONG = 1e3
 """A mask that adds a constant of at least this size decides which keys have all of the weight."""
 
@@ -195,7 +198,7 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
     for op in (*attention.masks, *_factors(evidence, attention)):
         values = [evidence.content(tensor) for tensor in op.inputs]
         fault = weak_mask(op, values, weights)
-        if fault is not None:
+        if fault is not None and _is_of_scores(evidence, attention, op):
             is_weak = True
             yield fault.finding(op)
     if is_weak:  # a mask that is too weak is masked out by no step after it
@@ -204,6 +207,33 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
         fault = _undone(evidence, attention, op)
         if fault is not None:
             yield fault.finding(op)
+
+
+def _is_of_scores(evidence: Evidence, attention: Attention, op: Op) -> bool:
+    """Return whether a lower number where a mask changed one gives a smaller weight there; True if it is unknown.
+
+    What is subtracted from the scores later is no mask of them (selective attention).
+    """
+    weights = attention.softmax.output
+    before, content = evidence.content(weights), evidence.content(op.output)
+    given = evidence.content(op.inputs[0])
+    if before is None or content is None or given is None:
+        return True
+    if content.numel() != before.numel():
+        return False  # e.g. of one head
+    if not before.shape == content.shape == given.shape:
+        return True
+    places = ((content != given) & (before > _LEAST) & (before < 1)).nonzero()
+    if not len(places):
+        return True
+    place = tuple(places[0].tolist())
+    lowered = content.clone()
+    lowered[place] = content[place] - content[place].abs() - 8
+    try:
+        after = again(evidence, op.output, lowered, weights)
+    except LostError:
+        return True
+    return bool(after[place] < before[place])
 
 
 def _factors(evidence: Evidence, attention: Attention) -> list[Op]:

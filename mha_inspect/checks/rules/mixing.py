@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ...graph.dataflow import made_of
-from ...graph.rerun import between
 from ...naming.visibility import kinds_of
-from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
 from ..evidence import Evidence
 from ..lab import NotPossibleError
+from ..muted import is_muted, path_to_outputs
 from ..one_position import one_position
 from ..registry import rule
 from .batch import changes_beside
@@ -180,7 +179,7 @@ def _reason_without_effect(evidence: Evidence, reach: Mapping[int, Tensor]) -> s
         return "the keys are of another sequence, so no token attends to another of its own"
     if any(sight.is_top_left for sight in evidence.sights):
         return "the mask hides the keys of all tokens of this call"
-    if _is_muted(evidence):
+    if is_muted(evidence):
         return "the result is multiplied by zeros, e.g. by a new W_o or gate"
     if _is_picked_by_number(evidence):
         return "the result picks entries of a table, which may be the same for another token"
@@ -220,51 +219,8 @@ def _has_keys_of_another_source(evidence: Evidence) -> bool:
     return any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values())
 
 
-def _is_muted(evidence: Evidence) -> bool:
-    """Return whether the result of attention is multiplied by a parameter or gate of zeros on the way to the output."""
-    for factor in _factors_of_result(evidence):
-        # A single number that depends on no parameter is a scale of the forward: a zero there is a fault.
-        if factor.numel <= 1 and not _is_gate(evidence, factor):
-            continue
-        value = evidence.content(factor)
-        if value is not None and not bool(value.any()):
-            return True
-    return False
-
-
 def _is_picked_by_number(evidence: Evidence) -> bool:
     """Return whether the result of attention becomes whole numbers on the way to the output, e.g. the nearest code."""
     contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
-    path = _path_to_outputs(evidence, contexts)
+    path = path_to_outputs(evidence, contexts)
     return any(op.output.dtype.startswith("int") for op in path)
-
-
-def _factors_of_result(evidence: Evidence) -> Iterator[TensorRef]:
-    """Yield what multiplies the result of attention on the way to the output, and is not made of it."""
-    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
-    path = _path_to_outputs(evidence, contexts)
-    of_result = set(contexts)
-    for op in path:
-        of_result.update(output.id for output in op.outputs)
-    for op in path:
-        if not op.does("product", "scales"):
-            continue
-        for factor in op.inputs:
-            if factor.id not in of_result:
-                yield factor
-
-
-def _path_to_outputs(evidence: Evidence, contexts: set[int]) -> list[Op]:
-    """Return the operations from the contexts of all attentions, by tensor id, to the outputs of the forward."""
-    recording = evidence.run.recording
-    path: list[Op] = []
-    for named in recording.outputs:
-        path += between(recording, contexts, named.tensor)
-    return path
-
-
-def _is_gate(evidence: Evidence, tensor: TensorRef) -> bool:
-    """Return whether a tensor is a parameter of one number, or computed from one: `gate.tanh()`."""
-    recording = evidence.run.recording
-    gates = {named.tensor.id for named in recording.parameters if named.tensor.numel == 1}
-    return tensor.id in gates or bool(between(recording, gates, tensor))

@@ -276,8 +276,8 @@ def _rotated_differently(op: Op, query: _Side, key: _Side) -> Iterator[Finding]:
             "Scores depend on absolute positions: queries and keys are turned alike, and not by a rotation of pairs "
             "within a head.",
             f"{proof} Equal tokens are equal queries and keys at each position.",
-            "Split the heads first. x · cos + rotate_half(x) · sin with rotate_half(x) = (-x2, x1) needs the angles "
-            "torch.cat((freqs, freqs), -1); neighbours need freqs.repeat_interleave(2, -1).",
+            "Split the heads before, and compare with x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1). Its "
+            "angles are torch.cat((freqs, freqs), -1), and freqs.repeat_interleave(2, -1) for neighbours.",
         )
         return
     yield _finding(
