@@ -26,8 +26,8 @@ from .trial import (
     judged,
     kept_of,
     made,
-    matrices_in_use,
     outputs_of,
+    rows_in_use,
     shapes_of,
     stages_of,
 )
@@ -236,13 +236,13 @@ class Search:
     def _keeps_the_rest(
         self, edit: Edit, source: Source, outputs: list[Tensor], check: str, failure: Failure | None
     ) -> bool:
-        """Return whether an edit leaves the shapes of the outputs, and every matrix its part in them.
+        """Return whether an edit leaves the shapes of the outputs, and every row of a matrix its part in them.
 
         Where the forward raised, there are stages that were completed in place of outputs.
         """
         if failure is not None:
             return self._keeps_sizes(edit, source, failure)
-        return self._keeps_output(outputs, check) and self._in_use <= self.matrices_in_use(source)
+        return self._keeps_output(outputs, check) and self._in_use <= self.rows_in_use(source)
 
     def _judged_better(self, source: Source, check: str, before: Judged) -> Judged | None:
         """Return the judgement of an edited source if a problem is gone and nothing is new, with other numbers too."""
@@ -343,20 +343,20 @@ class Search:
         return self.outputs(self.source, SEEDS[0])
 
     @cached_property
-    def _in_use(self) -> set[str]:
-        """The matrices of the original module that have a part in its outputs: with a fix they still have.
+    def _in_use(self) -> set[tuple[str, int]]:
+        """The rows of matrices of the original module that have a part in its outputs: with a fix they still have.
 
         None if they are unknown: it may write into what the gradients need.
         """
         try:
-            return self.matrices_in_use(self.source)
+            return self.rows_in_use(self.source)
         except RuntimeError:
             return set()
 
-    def matrices_in_use(self, source: Source) -> set[str]:
-        """Return the names of the parameters of a source that have a part in its outputs; biases do not count."""
+    def rows_in_use(self, source: Source) -> set[tuple[str, int]]:
+        """Return the rows of matrices of a source that have a part in its outputs; biases do not count."""
         with in_place_of(self.target.module, source.content):
-            return matrices_in_use(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
+            return rows_in_use(made(self.target, SEEDS[0], self._kept(SEEDS[0])))
 
     def _keeps_output(self, outputs: list[Tensor], check: str) -> bool:
         """Return whether the outputs have the shapes of the original, and its values if the problem is elsewhere."""

@@ -158,10 +158,10 @@ _NO_PART = 1e-6
 """Gradients that are smaller than the largest by this factor are rounding."""
 
 
-def matrices_in_use(subject: Subject) -> set[str]:
-    """Return the names of the parameters, of two dimensions or more, that have a part in the outputs in eval mode.
+def rows_in_use(subject: Subject) -> set[tuple[str, int]]:
+    """Return the rows of matrices, by name and number, that have a part in the outputs in eval mode.
 
-    A bias of keys has none with a softmax over keys, so those of one dimension are left out.
+    A bias of keys has none with a softmax over keys, so parameters of one dimension are left out.
     """
     with subject.settings(), replace(subject, grad=True).apart() as fresh, torch.enable_grad():
         fresh.module.eval()
@@ -172,17 +172,15 @@ def matrices_in_use(subject: Subject) -> set[str]:
         weighted = [(tensor * torch.randn(tensor.shape, device=tensor.device)).sum() for tensor in outputs]
         total = torch.stack([part.double() for part in weighted]).sum()
         grads = torch.autograd.grad(total, list(matrices.values()), allow_unused=True)
-    sizes = {name: _size(grad) for name, grad in zip(matrices, grads, strict=True)}
-    least = max(sizes.values()) * _NO_PART
-    return {name for name, size in sizes.items() if size > least}
-
-
-def _size(gradient: Tensor | None) -> float:
-    """Return the largest number of a gradient; 0 without one. What is not finite counts as 1."""
-    if gradient is None or not gradient.numel():
-        return 0.0
-    largest = float(gradient.abs().max())
-    return largest if math.isfinite(largest) else 1.0
+    sizes = {}
+    for name, gradient in zip(matrices, grads, strict=True):
+        if gradient is not None and gradient.numel():
+            sizes[name] = gradient.abs().nan_to_num(1.0, 1.0, 1.0).flatten(1).amax(1)
+    least = max((float(size.max()) for size in sizes.values()), default=0.0) * _NO_PART
+    rows: set[tuple[str, int]] = set()
+    for name, size in sizes.items():
+        rows.update((name, row) for row in (size > least).nonzero().flatten().tolist())
+    return rows
 
 
 def stages_of(subject: Subject) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ an `Attention` in the `branches` of the attention of all heads.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -296,11 +296,11 @@ def _unused_finding(attention: Attention, names: Sequence[str], *, is_output: bo
 
 
 def _unread_features(evidence: Evidence, readers: Readers, attention: Attention) -> Iterator[Finding]:
-    """Yield packed projections with unread features: one of q, k and v uses the part of another."""
+    """Yield projections with unread features: one of q, k and v uses the part of another, or what is no projection."""
     if attention.branches:
         yield from _unread_heads(readers, attention)
         return
-    for side, op in _packed_projections(attention).items():
+    for side, op in _projections_once(attention).items():
         weight = weight_of(evidence, op)
         name = "" if weight is None else weight.name
         unread = readers.unread_features(op)
@@ -340,22 +340,17 @@ def _unread_heads(readers: Readers, attention: Attention) -> Iterator[Finding]:
         )
 
 
-def _packed_projections(attention: Attention) -> dict[str, Op]:
-    """Return the projections that make several of query, key and value, each by the first side that it makes.
+def _projections_once(attention: Attention) -> dict[str, Op]:
+    """Return the projections of query, key and value, each by the first side that it makes.
 
     Example: `query` for one projection to `[q | k | v]`; `key` for one to `[k | v]`.
     """
-    counts = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
-    packed: dict[str, Op] = {}
-    seen: set[int] = set()
+    sides: dict[int, str] = {}
     for side in SIDES:
         op = attention.projections.get(side)
-        if op is None or op.index in seen:
-            continue
-        seen.add(op.index)
-        if counts[op.index] > 1:
-            packed[side] = op
-    return packed
+        if op is not None:
+            sides.setdefault(op.index, side)
+    return {side: attention.projections[side] for side in sides.values()}
 
 
 def _unread_part(attention: Attention, op: Op, name: str, unread: set[int]) -> Finding:
