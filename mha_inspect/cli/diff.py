@@ -88,14 +88,34 @@ def diff(
 
             report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
+        is_own_batch = "batch" not in options.given and not options.unbatched
+        if is_own_batch:
+            options.batch = 2  # with one item, what is done to the batch is not seen
         sides = checked_sides(options, *asked)
         export = checked_destination(options)
         with subject.running(options, named):
-            from ..compare.diff import diff as report_of
+            from ..call.call import TargetFailedError
 
-            report = replace(report_of(*runs(options, *sides)), _shows_all=show_all)
+            try:
+                report = _compared(options, sides)
+            except TargetFailedError as failed:
+                if not is_own_batch:
+                    raise
+                options.batch = 1
+                try:
+                    report = _compared(options, checked_sides(options, *asked))
+                except TargetFailedError:
+                    raise failed from None
+            report = replace(report, _shows_all=show_all)
     print_and_export(report, options, export)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
+
+
+def _compared(options: Options, sides: tuple[AskedSide, AskedSide]) -> DiffReport:
+    """Load both sides and compare them, with this batch."""
+    from ..compare.diff import diff as report_of
+
+    return report_of(*runs(options, *sides))
 
 
 def _are_checkpoints(left: str, right: str) -> bool:

@@ -174,7 +174,7 @@ class Options:
         metavar="NAME=VALUE",
     )
 
-    batch: int = size(INPUT, "Number of sequences.", 1, unset="1; check takes 2")
+    batch: int = size(INPUT, "Number of sequences.", 1, unset="1; check and diff take 2")
     seq_len: int = size(INPUT, "Length of the query.", 12)
     key_len: int | None = size(INPUT, "Length of key and value, for cross-attention.", unset="seq_len")
     unbatched: bool = option(INPUT, "Inputs without a batch dimension.", False)
