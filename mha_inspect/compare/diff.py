@@ -278,7 +278,7 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     for side in sides:
         if not side.has_stage(place, name):
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
-    return "not compared: this shape could not be interpreted on one side"
+    return "its axes have no names on one side"
 
 
 def _noise_source(left: str, right: str) -> NoiseSource:
@@ -375,7 +375,7 @@ def _after_the_stages(report: DiffReport) -> str:
             continue
         if row.left is not None and row.right is not None and row.left.count != row.right.count:
             return "the difference is in the output projection or after it"
-        return row.note
+        return f"the stage output was not compared: {row.note}"
     return "the difference is after or around the attention"
 
 

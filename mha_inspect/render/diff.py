@@ -204,6 +204,8 @@ def _without_first_difference(report: DiffReport) -> str:
     """Return why no stage is the first that differs."""
     if any(row.verdict == "differs" for row in report.stages):
         return "none: the outputs are the same, so the stages that differ do so in form alone"
+    if any(row.verdict == "same" for row in report.stages):
+        return "none: all stages that were compared are the same"
     if any(row.left is not None and row.right is not None for row in report.stages):
         return "unknown: no stage was compared"
     return "none: the sides share no stage"
