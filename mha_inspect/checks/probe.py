@@ -31,8 +31,8 @@ class MovedRows:
 def moved_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> MovedRows:
     """Return the rows of weights that change when a query in the middle does.
 
-    Raise `NotHereError` for queries that compete for keys, weights of a fused kernel or of a loop, too many, and a
-    product that has no row for each query. Raise `LostError` if the steps cannot run again.
+    Raise `NotHereError` for queries that compete for keys, weights of a fused kernel or of a loop, too many or none, and
+    a product that has no row for each query. Raise `LostError` if the steps cannot run again.
     """
     weights = attention.stages.get("weights")
     if weights is None or attention.branches or attention.over_queries or attention.softmax.kernel is not None:
@@ -41,6 +41,8 @@ def moved_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Mo
         raise NotHereError
     factor = Factor(evidence, attention, names, "query")
     count = factor.target.shape[factor.rows]
+    if not factor.target.numel:
+        raise NotHereError
     in_middle = torch.zeros(factor.target.shape, dtype=torch.bool)
     in_middle.select(factor.rows, count // 2).fill_(True)
     # A largest score that is subtracted from all of them moves every weight by rounding.
