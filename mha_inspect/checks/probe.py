@@ -31,8 +31,8 @@ class MovedRows:
 def moved_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> MovedRows:
     """Return the rows of weights that change when a query in the middle does.
 
-    Raise `NotHereError` for queries that compete for keys, weights of a fused kernel or of a loop, too many or none, and
-    a product that has no row for each query. Raise `LostError` if the steps cannot run again.
+    Raise `NotHereError` for queries that compete for keys, weights of a fused kernel or of a loop, too many or no
+    weights, and a product that has no row for each query. Raise `LostError` if the steps cannot run again.
     """
     weights = attention.stages.get("weights")
     if weights is None or attention.branches or attention.over_queries or attention.softmax.kernel is not None:
