@@ -307,6 +307,8 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
 def _token_of_first_query(attention: Attention, key: Factor, query: Factor) -> int | None:
     """Return the number of the token that makes the first query; None if it may not be a token of the keys."""
     count = prod(key.tokens)
+    if count > prod(query.tokens) > 1:
+        return None  # e.g. the last tokens alone are queries
     if count != prod(query.tokens):
         count = 1
     if count == 1 and not _have_same_positions(attention):

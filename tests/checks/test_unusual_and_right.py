@@ -181,11 +181,12 @@ class Map(Right):
     """A mistake: the channels of a map become tokens."""
 
     def forward(self, x: Tensor, beside: Any = None) -> Tensor:
-        return super().forward(x.reshape(2, 20, 32))
+        return super().forward(x.reshape(2, -1, 32))
 
 
-def test_the_permutation_moves_the_channels_behind_the_places() -> None:
-    (finding,) = checked(Map(masked(lambda far: far > -99)), torch.randn(2, 32, 4, 5)).findings
+@pytest.mark.parametrize("width", [4, 5])
+def test_the_permutation_moves_the_channels_behind_the_places(width: int) -> None:
+    (finding,) = checked(Map(masked(lambda far: far > -99)), torch.randn(2, 32, 4, width)).findings
     assert finding.fix == "Use permute(0, 2, 3, 1) before the reshape."
 
 
@@ -238,3 +239,21 @@ class WithLoss(Right):
 def test_the_targets_of_a_loss_are_no_mask() -> None:
     report = checked(WithLoss(masked(lambda far: far > -99)))
     assert [fact.sentence for fact in report.facts if fact.name == "mask"] == []
+
+
+class LastTokens(Right):
+    """The last six tokens are the queries, as in Perceiver AR: each sees the tokens up to its own."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        tokens = (x[:, -6:], x, x)
+        matrices = (self.q, self.k, self.v)
+        return tuple(m(t).unflatten(-1, (4, 8)).transpose(1, 2) for m, t in zip(matrices, tokens, strict=True))
+
+
+def of_the_last(q: Tensor, k: Tensor) -> Tensor:
+    keep = torch.ones(6, 12, dtype=torch.bool).tril(6)
+    return (q @ k.mT / math.sqrt(8)).masked_fill(~keep, -math.inf).softmax(-1)
+
+
+def test_queries_that_are_the_last_tokens_are_causal() -> None:
+    assert checked(LastTokens(of_the_last), causal=True).findings == ()

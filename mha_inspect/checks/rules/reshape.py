@@ -86,7 +86,8 @@ def _mixes(op: Op) -> bool:
     """Return whether an operation reshapes, and neither splits nor joins whole dimensions."""
     if op.base_name not in _RESHAPES or not op.output.numel:
         return False
-    return _is_mixed(op.inputs[0].shape, op.output.shape)
+    before, after = op.inputs[0].shape, op.output.shape
+    return _is_mixed(before, after) or _exchanges(before, after)
 
 
 def _is_mixed(before: Sequence[int], after: Sequence[int]) -> bool:
@@ -96,6 +97,22 @@ def _is_mixed(before: Sequence[int], after: Sequence[int]) -> bool:
     (False, True)
     """
     return bool(_mixed_dims(before, after))
+
+
+def _exchanges(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return whether neighbours that are joined have the sizes after a reshape, in another order.
+
+    >>> _exchanges((2, 32, 4, 4), (2, 16, 32)), _exchanges((2, 8, 4, 8), (2, 8, 32))
+    (True, False)
+    """
+    before, after = ([size for size in sizes if size > 1] for sizes in (before, after))
+    if not after or len(after) >= len(before) or len(before) > _MOST_DIMS:
+        return False
+    joined = []
+    for cuts in combinations(range(1, len(before)), len(after) - 1):
+        joined.append(tuple(prod(before[start:stop]) for start, stop in pairwise((0, *cuts, len(before)))))
+    has_others = any(sorted(sizes) == sorted(after) for sizes in joined)
+    return has_others and tuple(after) not in joined
 
 
 def _mixed_dims(before: Sequence[int], after: Sequence[int]) -> list[int]:
@@ -234,7 +251,7 @@ def _order(sizes: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None
         return None
     by_exchanges: dict[int, list[tuple[int, ...]]] = {}
     for order in permutations(range(len(sizes))):
-        if sizes[0] == other[0] and order[0]:
+        if order == tuple(range(len(sizes))) or (sizes[0] == other[0] and order[0]):
             continue  # the batch stays in front
         ordered = [sizes[dim] for dim in order]
         if _keeps_whole(ordered, other):
