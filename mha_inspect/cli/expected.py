@@ -59,25 +59,48 @@ def loaded_for(target: str | None, options: Options, padding: str | None, means:
             options.causal = False
     if loaded is None:
         loaded = subject.load(target, options)
-    if padding is not None:
-        loaded = _with_mask(loaded, padding, keep=means != "ignore")
+    shapes = options.input_shape or []
+    is_given = bool(options.padding) or any(text.startswith(f"{padding}=") for text in shapes)
+    if padding is not None and options.input is None and not is_given:
+        loaded = _with_mask(loaded, padding, keep=means != "ignore", is_causal="causal" in options.typed)
     if options.input is not None:
         return replace(loaded, batch_first=None)  # the user made the inputs
     return loaded
 
 
-def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
-    """Return a subject called with a mask that keeps every key, if the forward needs one and none was made."""
+def _with_mask(subject: Subject, name: str, *, keep: bool, is_causal: bool) -> Subject:
+    """Return a subject called with a mask by item that keeps every key, if the forward needs one and takes it.
+
+    It is `batch key` or `batch 1 1 key`, in the place of one that was made without knowing that it is of padding. One
+    that was made for --causal stays.
+    """
     import torch
 
     from ..checks.arguments import Arguments
 
     arguments = Arguments(subject)
-    if not arguments.is_missing(name):
+    was_made = isinstance(arguments.values.get(name), torch.Tensor) and not is_causal
+    if not was_made and not arguments.is_missing(name):
         return subject
     tensors = [value for value in arguments.values.values() if isinstance(value, torch.Tensor)]
     if not tensors or tensors[0].dim() < 2:
         return subject
     mask = torch.full(tensors[0].shape[:2], keep, device=tensors[0].device)
-    args, kwargs = arguments.of_call({name: mask})
-    return replace(subject, args=args, kwargs=kwargs)
+    for form in (mask, mask[:, None, None]):
+        args, kwargs = arguments.of_call({name: form})
+        masked = replace(subject, args=args, kwargs=kwargs)
+        if _runs(masked):
+            return masked
+    return subject
+
+
+def _runs(subject: Subject) -> bool:
+    """Return whether a forward returns."""
+    import torch
+
+    try:
+        with subject.settings(), subject.apart() as fresh, torch.no_grad():
+            fresh.plain()
+    except Exception:  # user code may raise anything
+        return False
+    return True

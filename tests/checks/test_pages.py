@@ -91,3 +91,17 @@ def test_a_name_that_is_near_is_suggested(invoke: Invoke) -> None:
     assert err.count("\n") == 1
     assert ", ".join(CHECKS) in err
     assert "Did you mean heads?" in err
+
+
+def test_a_required_mask_is_made_as_it_was_declared(invoke: Invoke) -> None:
+    parts = parts_of("padding")
+    over_heads = (
+        parts["wrong"]
+        .replace("x * mask[..., None]", "x")
+        .replace("8**0.5).softmax(-1)", "8**0.5).masked_fill(mask[None, :, None] == 0, -1e9).softmax(-1)")
+    )
+    Path("wrong.py").write_text(over_heads, encoding="utf-8")
+    command = shlex.split(parts["command"])
+    report = json.loads(invoke(*command, "--json").out)
+    (finding,) = [finding for finding in report["findings"] if finding["sure"]]
+    assert "aligned with the heads" in finding["sentence"]
