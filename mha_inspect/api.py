@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from .failures.call import CallWatch
 
 
-def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
+def trace(
+    module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, judge: bool = True, **kwargs: Any
+) -> LiveTrace:
     """Run `module(*args, **kwargs)` and return a report of every attention in it, found by its dataflow.
 
     The module is run once, unchanged. Fused kernels are also computed step by step to show the stages that they hide.
@@ -45,6 +47,7 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
         module: any module.
         keep: keep the tensor of each stage: `trace(...).attentions[0].scores.tensor`.
         show: additional content of the report (`mha_inspect.Show(ops=True, stats=True, values=True)`).
+        judge: say what is wrong. `judge=False` keeps no tensor and takes no further runs.
 
     Returns:
         The trace. `.verdict` is its first line, `.ok` whether nothing is surely wrong, `.findings` what is wrong, and
@@ -58,13 +61,13 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
         >>> trace.attentions[0].scores.shape, trace.attentions[0].scores.axes
         ((2, 4, 9, 9), 'batch heads query key')
 
-    If the module has its own argument named keep or show, pass it by position or through `functools.partial`.
+    If the module has its own argument named keep, show or judge, pass it by position or through `functools.partial`.
     """
     require_module(module, "trace")
     show = show or Show()
     try:
         is_kept = keep or show.stats or show.values
-        report, run = traced(Subject(module, args, kwargs), show, keep=is_kept, judge=True)
+        report, run = traced(Subject(module, args, kwargs), show, keep=is_kept, judge=judge)
     except ForwardError as failed:
         failed.trace = LiveTrace.of(failed.trace)
         raise

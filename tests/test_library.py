@@ -277,3 +277,12 @@ def test_an_assertion_says_what_it_cannot_take(layer, x):
         assert_stage_shapes(layer, x, x, x, scors="bh q k")
     with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module, got None"):
         assert_same_attention(layer, None, x)
+
+
+def test_a_trace_that_is_not_judged_says_so_and_has_the_same_stages() -> None:
+    layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 3, 8)
+    judged, plain = mha_inspect.trace(layer, x, x, x), mha_inspect.trace(layer, x, x, x, judge=False)
+    assert judged.verdict.startswith("nothing wrong in this run")
+    assert plain.unjudged == "judging was not requested"
+    assert plain.findings == ()
+    assert list(plain.attentions[0].stages) == list(judged.attentions[0].stages)
