@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 
 from ..reports.diff import CheckpointDiffReport, PartPair, RowOrder, TensorPair, TensorVerdict
 from ..text import first_few, listed, percent, plural, shown, spans
@@ -35,6 +35,9 @@ def answer_of(report: CheckpointDiffReport, exchanges: Sequence[Exchange]) -> It
             beginning = note[0].upper()
             yield f"{beginning}{note[1:]}."
     yield from exchange_sentences(exchanges)
+    infinite = [pair.name for pair in report.tensors if pair.max_abs_difference == inf]
+    if infinite:
+        yield f"{first_few(infinite, 3)}: NaN or inf on one side, where the other has another number."
     yield from _of_notes(report.tensors)
     yield from _orders(report.tensors)
     yield from _most_changed(_changed_matrices(report.parts, exchanges))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mha_inspect.checkpoints.diff import diff_of_checkpoints
 from mha_inspect.checkpoints.params import params_of_checkpoint
 from mha_inspect.running.subject import Subject
 from tests.corpus.stored import Grouped, Model, Separate, linear
@@ -167,3 +168,13 @@ def test_no_head_count_is_said_to_load_with_transposed_weights(tmp_path):
         module.load_state_dict(with_transposed(module.state_dict(), ""))
     assert "loads without an error" in " ".join(straight.notes)
     assert "loads without an error" not in " ".join(turned.notes)
+
+
+def test_a_number_that_is_none_is_named(tmp_path):
+    state = Separate().state_dict()
+    name = next(iter(state))
+    broken = {**state, name: state[name].clone()}
+    broken[name].flatten()[0] = torch.nan
+    paths = [saved(tmp_path / f"{side}.safetensors", content) for side, content in (("a", state), ("b", broken))]
+    answer = " ".join(diff_of_checkpoints(*paths).answer)
+    assert f"{name}: NaN or inf on one side, where the other has another number." in answer
