@@ -171,7 +171,7 @@ def test_no_head_count_is_said_to_load_with_transposed_weights(tmp_path):
 
 
 def test_a_number_that_is_none_is_named(tmp_path):
-    state = Separate().state_dict()
+    state = Model().state_dict()
     name = next(iter(state))
     broken = {**state, name: state[name].clone()}
     broken[name].flatten()[0] = torch.nan
