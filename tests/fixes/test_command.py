@@ -266,3 +266,15 @@ def test_no_right_line_is_edited_for_an_input_that_was_left_out(invoke: Callable
     file.write_text(masked.replace("weights = scores.softmax(-1)", weights), encoding="utf-8")
     _, out, _ = invoke("fix", file.name)
     assert "+++" not in out
+
+
+def test_a_patch_leaves_no_row_of_a_matrix_without_use(invoke: Callable[..., Any], file: Path) -> None:
+    copied = RIGHT.replace(
+        "q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))",
+        "q, k, v = self.qkv(x).chunk(3, -1)\n        q, k, v = self.heads(q), self.heads(k), self.heads(k)",
+    )
+    file.write_text(copied, encoding="utf-8")
+    _, out, _ = invoke("fix", file.name)
+    assert "self.heads(x)" not in out
+    if "+++" in out:
+        assert "+        q, k, v = self.heads(q), self.heads(k), self.heads(v)" in out

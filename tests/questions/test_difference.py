@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import mha_inspect
 from mha_inspect.call.load import layer_called
 from mha_inspect.cli.sides import planned_layer, runs
 from mha_inspect.compare.diff import diff as diff_of_sides
@@ -157,3 +158,25 @@ def test_a_dtype_costs_what_it_is_off_the_exact_result():
     assert report.outcome == "same"
     assert stage(report, "query").max_abs_difference > 0
     assert any("Accuracy by dtype (bfloat16, float32)" in sentence for sentence in report.answer)
+
+
+class WithBias(torch.nn.Module):
+    """A layer whose bias is zero before training, and that may leave it out."""
+
+    def __init__(self, is_added: bool) -> None:
+        super().__init__()
+        self.qkv, self.bias, self.is_added = torch.nn.Linear(8, 24), torch.nn.Parameter(torch.zeros(8)), is_added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        result = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return result + self.bias if self.is_added else result + 0 * self.bias
+
+
+def test_a_bias_of_zeros_hides_no_difference() -> None:
+    left, right, twin = WithBias(True), WithBias(False), WithBias(True)
+    x = torch.randn(2, 5, 8)
+    assert mha_inspect.diff(left, twin, x).outcome == "same"
+    assert mha_inspect.diff(left, right, x).outcome == "differs"
+    assert not left.bias.any()
+    assert not right.bias.any()
