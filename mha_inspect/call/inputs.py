@@ -74,6 +74,7 @@ def make_call(target: Target, asked: Asked) -> Call:
     if layout.is_assumed:
         layout = drawing.layout_by_layers(plans)
     notes += _note_on_layout(layout, sequences, plans, asked)
+    notes += _note_without_batch(plans, asked)
     forward = replace(forward, batch_first=layout.batch_first)
     values = replace(drawing, forward=forward).values(plans)
     try:
@@ -96,6 +97,16 @@ def make_call(target: Target, asked: Asked) -> Call:
         drawn_width=sizes.drawn_width(plans.values()),
         said=(*notes, *masks.notes),
     )
+
+
+def _note_without_batch(plans: Mapping[str, Plan], asked: Asked) -> tuple[str, ...]:
+    """Return that a tensor of tokens was drawn without a batch: it is where the forward raised on one with a batch."""
+    if asked.inputs.unbatched:
+        return ()
+    for name, plan in plans.items():
+        if plan.kind == "unknown" and not plan.is_given and "batch" not in plan.axes:
+            return (f"{name} was drawn without a batch: with one the forward raises.",)
+    return ()
 
 
 def _with_causal(target: Target, asked: Asked) -> InputSpec:

@@ -48,6 +48,7 @@ def test_an_input_is_given_in_the_form_that_the_forward_takes(
     code, page = traced(tmp_path, _FORMS[form], capsys)
     assert code == 0
     assert "\nattention: " in page
+    assert ("was drawn without a batch: with one the forward raises." in page) == (form == "unbatched")
 
 
 def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +56,20 @@ def test_a_guess_that_fails_is_said_to_be_one(tmp_path: Path, capsys: pytest.Cap
     line = traced(tmp_path, forward, capsys)[1].partition("\n")[0]
     assert "queries was guessed to be float32 [1, 12, 12]" in line
     assert "--input-shape queries=SIZES:float32" in line
+
+
+@pytest.mark.parametrize("cut", ["[:, None, None]", ""])
+def test_a_required_mask_is_made_in_a_form_that_hides_keys(
+    cut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = (
+        "def forward(self, x, mask):\n        q, k, v = (x.unflatten(-1, (3, -1)).transpose(1, 2) for _ in 'qkv')\n"
+    )
+    forward += f"        scores = (q @ k.mT / 2).masked_fill(mask{cut} == 0, -1e9)\n"
+    forward += "        return self.attend((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))"
+    code, page = traced(tmp_path, forward, capsys)
+    assert code == 0
+    assert "mask is required, so" in page
 
 
 def test_a_mask_that_was_not_given_is_not_the_lines_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
