@@ -242,7 +242,7 @@ def _unlike_shapes(module: nn.Module, trusted: nn.Module) -> str:
 
 
 def _of_constants(evidence: Evidence, left: ComparableRun, right: ComparableRun) -> Iterator[Finding]:
-    """Yield a difference that parameters of one number hide: a bias of zeros has no effect, whatever the code does."""
+    """Yield a difference that zeros and ones hide: a bias of zeros has no effect, whatever the code does."""
     drawn = with_drawn_constants(left, right)
     if not drawn:
         return
@@ -251,7 +251,7 @@ def _of_constants(evidence: Evidence, left: ComparableRun, right: ComparableRun)
     if apart:
         yield Finding(
             "reference",
-            f"The output differs from the reference by {apart:.3g} once parameters of one number have others.",
+            f"The output differs from the reference by {apart:.3g} once its zeros and ones are other numbers.",
             f"Both modules ran on the same arguments with the same weights.{drawn}",
         )
 

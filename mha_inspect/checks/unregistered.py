@@ -20,9 +20,12 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
     recording = evidence.run.recording
     read = {tensor.data_ptr(): number for number, tensor in recording.constants.items()}
     held: dict[int, str] = {}
-    for name, tensor in _held_by(evidence.subject.module):
+    may_be_meant = True
+    for name, value, tensor in _held_by(evidence.subject.module):
         if tensor.requires_grad and tensor.is_leaf and tensor.data_ptr() in read:
             held.setdefault(read[tensor.data_ptr()], name)
+            # A single module in a list is a usual way to refer to one that another module has registered.
+            may_be_meant &= isinstance(value, (list, tuple)) and len(value) == 1
     if not held:
         return
     first = min(op.index for number in held for op in recording.consumers[number])
@@ -31,19 +34,23 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
         f"{plural(len(held), 'learned tensor')} in {listed(list(dict.fromkeys(held.values())))} that the forward reads "
         f"{'is' if len(held) == 1 else 'are'} not registered: an optimizer does not get what parameters() leaves out.",
         "state_dict() and to() leave out the same.",
+        sure=not may_be_meant,
         source=recording.ops[first].source,
         fix="Use nn.ModuleList or nn.ModuleDict for layers, nn.Parameter for a tensor.",
     )
 
 
-def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in attributes of a module, and of those in it, that are not registered, with the attribute."""
+def _held_by(module: nn.Module) -> Iterator[tuple[str, object, Tensor]]:
+    """Yield the path and the value of each attribute of a module, and of those in it, with each tensor in it.
+
+    What is registered is left out.
+    """
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name in _OF_TORCH:
                 continue
             for tensor in _tensors_of(value):
-                yield f"{path}.{name}" if path else name, tensor
+                yield f"{path}.{name}" if path else name, value, tensor
 
 
 def _tensors_of(value: object) -> Iterator[Tensor]:

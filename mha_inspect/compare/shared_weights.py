@@ -20,7 +20,7 @@ from .comparable_run import ComparableRun, unreadable
 from .merged import Merged, merged_in
 
 _DRAWN = 0.1
-"""The spread of the numbers that are added to a parameter of one number."""
+"""The spread of the numbers that are added to a parameter of zeros or ones."""
 _SAME = "the same weights and input"
 
 
@@ -373,7 +373,7 @@ def _share_by_name(source: ComparableRun, target: ComparableRun) -> _ByName:
 
 
 def with_drawn_constants(source: ComparableRun, target: ComparableRun) -> str:
-    """Give both sides drawn numbers where a parameter has one number throughout, and return a sentence on it.
+    """Give both sides drawn numbers where a parameter is 0 or 1 throughout, and return a sentence on it.
 
     A bias of zeros and a gain of ones have no effect, whatever the code does with them.
     """
@@ -383,7 +383,7 @@ def with_drawn_constants(source: ComparableRun, target: ComparableRun) -> str:
     for name, tensor in weights_by_name(source).items():
         if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
             continue
-        if bool((tensor != tensor.flatten()[0]).any()):
+        if not bool((tensor == 0).all()) and not bool((tensor == 1).all()):
             continue
         if id(tensor) not in drawn:  # a tied one has several names
             drawn[id(tensor)] = before[name] + torch.randn(tensor.shape, generator=generator).to(before[name]) * _DRAWN
@@ -397,7 +397,7 @@ def with_drawn_constants(source: ComparableRun, target: ComparableRun) -> str:
         for side in (source, target):
             write_by_name(side, before)
         return ""
-    return f" {plural(len(drawn), 'parameter')} of one number throughout got drawn ones, to have an effect."
+    return f" {plural(len(drawn), 'parameter')} of zeros or ones got drawn numbers, to have an effect."
 
 
 def _have_the_same_bits(weights: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> bool:

@@ -257,3 +257,35 @@ def of_the_last(q: Tensor, k: Tensor) -> Tensor:
 
 def test_queries_that_are_the_last_tokens_are_causal() -> None:
     assert checked(LastTokens(of_the_last), causal=True).findings == ()
+
+
+class Gated(Right):
+    """A mistake behind a gate that is 0 before training: it has no mask."""
+
+    def __init__(self) -> None:
+        super().__init__(masked(lambda far: far > -99))
+        self.gate, self.causal = nn.Parameter(torch.zeros(())), Right(masked(lambda far: far >= 0))
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return self.causal(x) + self.gate.tanh() * super().forward(x)
+
+
+def test_a_gate_of_zeros_hides_no_future() -> None:
+    assert [finding.check for finding in checked(Gated(), causal=True).findings if finding.sure] == ["causal"]
+
+
+class Referring(Right):
+    """It reads the matrix of another module, which is kept in a list of one so that it is not registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__(masked(lambda far: far > -99))
+        self.shared = [nn.Linear(32, 32)]
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(self.shared[0](x))
+
+
+def test_one_module_in_a_list_may_be_registered_by_another() -> None:
+    (finding,) = checked(Referring()).findings
+    assert not finding.sure
+    assert "not registered" in finding.sentence

@@ -21,6 +21,7 @@ from ..causal_masks import against_causal
 from ..evidence import Evidence
 from ..factors import SIDES, Factor
 from ..lab import NotPossibleError, UndeclaredError
+from ..muted import is_muted
 from ..registry import rule
 from ..seen_keys import SeenKeys
 
@@ -146,9 +147,9 @@ def _keeps_order_of_outputs(evidence: Evidence, sight: SeenKeys) -> bool:
     """Return whether the outputs are in order although an attention sees later tokens.
 
     Learned tokens before the sequence, and an image before a text, may see each other. What is seen too early may also
-    be multiplied by 0 afterwards.
+    be multiplied by 0 afterwards; a gate that is 0 before training proves nothing.
     """
-    return sight.sees_future and _is_causal_by_outputs(evidence)
+    return sight.sees_future and _is_causal_by_outputs(evidence) and not is_muted(evidence)
 
 
 # -- outputs that depend on the future --------------------------------------------------------------------------------

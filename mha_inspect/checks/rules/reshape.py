@@ -221,11 +221,13 @@ def _fix_of(op: Op) -> str:
 def _may_be_patches(image: Sequence[int], pieces: Sequence[int]) -> bool:
     """Return whether a square image may be cut into square pieces, of as many places or as many pieces.
 
-    >>> _may_be_patches((2, 3, 16, 16), (2, 16, 48)), _may_be_patches((2, 32, 4, 4), (2, 16, 32))
+    >>> _may_be_patches((2, 3, 16, 16), (2, 16, 48)), _may_be_patches((4, 16, 8, 8), (4, 64, 16))
     (True, False)
     """
     for height, width in pairwise(image):
-        for side in range(2, height if height == width else 0):
+        if height != width or height * width in pieces:
+            continue
+        for side in range(2, height):
             if height % side == 0 and ({side**2, (height // side) ** 2} & {*pieces}):
                 return True
     return False
