@@ -58,8 +58,8 @@ class Source:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return the offsets of the first byte of an expression or a statement, and of the byte after its last."""
-        start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
-        end = self._starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]  # an expression has it
+        end = self._starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]  # the same
         return start, end
 
     def code(self, node: ast.AST) -> str:
